@@ -1,0 +1,1 @@
+"""Benches of the ops, correctness checked in the run that is timed."""

@@ -1,0 +1,1 @@
+"""Public kernel wrappers, each with its private kernel in the same module."""

@@ -1,0 +1,1 @@
+"""Plain PyTorch references: the same names and signatures as the ops."""

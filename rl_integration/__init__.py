@@ -1,0 +1,1 @@
+"""Ways into S3R for trainers."""

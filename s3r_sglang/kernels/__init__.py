@@ -1,0 +1,1 @@
+"""Facade of the kernel packages: public ops, their plain PyTorch references, and their benches."""

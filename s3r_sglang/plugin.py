@@ -1,0 +1,5 @@
+"""Entry point that SGLang loads."""
+
+
+def register() -> None:
+    pass

@@ -1,0 +1,47 @@
+"""One random seed for every request, kept from its first prefill to its last token."""
+
+from __future__ import annotations
+
+import torch
+
+from s3r_sglang.compat import Req
+from s3r_sglang.sampling import request_seed
+
+
+class RequestSeeds:
+    """Seeds by request slot, on the device.
+
+    A request with a `sampling_seed` of its own is reproducible on any server. The others are numbered in the
+    order of their first prefill; all tensor-parallel ranks see the same order, so they draw the same noise.
+
+    Args:
+        base_seed: seed of the server, equal on all ranks.
+        num_slots: request slots of SGLang's request pool.
+        device: where the seeds are read.
+    """
+
+    def __init__(self, base_seed: int, num_slots: int, device: torch.device | str) -> None:
+        self._base_seed = base_seed
+        self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._num_admitted = 0
+
+    def admit(self, reqs: list[Req], req_pool_indices: torch.Tensor) -> None:
+        """Record the seeds of the requests of a prefill batch under their slots [B]."""
+        seeds = torch.tensor([self._seed_of(req) for req in reqs], dtype=torch.int64)
+        if self._by_slot.is_cuda:
+            seeds = seeds.pin_memory()
+        self._by_slot[req_pool_indices] = seeds.to(self._by_slot.device, non_blocking=True)
+
+    def of(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """The seeds [B] int64 of the requests in the slots [B]."""
+        return self._by_slot[req_pool_indices]
+
+    def _seed_of(self, req: Req) -> int:
+        # Kept on the request: a retracted request is prefilled again, in another slot, with the same seed.
+        seed = getattr(req, "s3r_seed", None)
+        if seed is None:
+            user_seed = req.sampling_params.sampling_seed
+            seed = request_seed(self._base_seed, user_seed, self._num_admitted if user_seed is None else 0)
+            self._num_admitted += user_seed is None
+            req.s3r_seed = seed
+        return seed

@@ -1,0 +1,182 @@
+"""The S3R worker: one round, from the committed prefix of each request to its next tokens.
+
+SGLang's scheduler calls `S3RWorker.forward_batch_generation` with a prefill batch or a decode batch. A decode
+batch runs one round: draft → verify → sample; the verify forward refreshes the sparse index on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from s3r_sglang.attention import DenseAttention, SparseAttention
+from s3r_sglang.compat import (
+    BaseSpecWorker,
+    ForwardMode,
+    GenerationBatchResult,
+    ParallelState,
+    ScheduleBatch,
+    ServerArgs,
+    TpModelWorker,
+)
+from s3r_sglang.config import config_of
+from s3r_sglang.draft import Drafter
+from s3r_sglang.index import SparseIndex
+from s3r_sglang.logprobs import output_logprobs
+from s3r_sglang.metrics import RoundMetrics
+from s3r_sglang.plugin import assert_installed
+from s3r_sglang.sampling import SamplingParams, sample_target, verify_sample
+from s3r_sglang.seeds import RequestSeeds
+from s3r_sglang.types import Block, S3RDraftInput
+from s3r_sglang.verify import verify
+
+logger = logging.getLogger(__name__)
+
+
+class S3RWorker(BaseSpecWorker):
+    """Self-sparse speculative decoding with one model runner: it drafts sparsely and verifies densely."""
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Callable[[torch.Tensor], None] | None = None
+    ) -> GenerationBatchResult:
+        """Run a prefill batch or one round of a decode batch.
+
+        Args:
+            batch: SGLang's; `batch.seq_lens` is L of each request in a decode batch.
+            on_publish: SGLang's relay of the new lengths, called as soon as they are known on the device.
+        """
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, on_publish)
+        return self._round(batch, on_publish)
+
+    def _round(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
+        params = SamplingParams.from_sampling_info(batch.sampling_info)
+        block = self._block(batch)
+        draft = self.drafter(block, params)
+        result = verify(self.target_worker, batch, block, draft)
+        logits = result.logits_output.next_token_logits
+        tokens, accept_lens = verify_sample(
+            logits, draft.tokens, draft.probs, params, block.seeds, block.start
+        )
+        new_seq_lens = block.start + accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if batch.return_logprob:
+            output_logprobs(batch, result.logits_output, tokens, params)
+        bonus = tokens.gather(1, (accept_lens - 1).long()[:, None]).squeeze(1)
+        batch.forward_mode = ForwardMode.DECODE
+        return self._finish(result, tokens.flatten(), accept_lens, new_seq_lens, bonus)
+
+    def _prefill(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
+        self.seeds.admit(batch.reqs, batch.req_pool_indices)
+        result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        params = SamplingParams.from_sampling_info(batch.sampling_info)
+        logits = result.logits_output.next_token_logits
+        tokens = sample_target(logits, params, self.seeds.of(batch.req_pool_indices), batch.seq_lens)
+        new_seq_lens = batch.seq_lens.clone()
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if batch.return_logprob:
+            output_logprobs(batch, result.logits_output, tokens, params)
+        accept_lens = torch.ones_like(tokens, dtype=torch.int32)
+        return self._finish(result, tokens, accept_lens, new_seq_lens, tokens)
+
+    def _block(self, batch: ScheduleBatch) -> Block:
+        """Lay out positions L … L + k; SGLang has allocated their KV rows in the request table."""
+        start = batch.seq_lens
+        positions = start[:, None] + self.block_offsets
+        return Block(
+            req_pool_indices=batch.req_pool_indices,
+            start=start,
+            positions=positions,
+            cache_locs=batch.req_to_token_pool.req_to_token[
+                batch.req_pool_indices[:, None], positions
+            ].long(),
+            bonus_tokens=batch.spec_info.bonus_tokens.long(),
+            seeds=self.seeds.of(batch.req_pool_indices),
+        )
+
+    def _finish(self, result, tokens, accept_lens, new_seq_lens, bonus) -> GenerationBatchResult:
+        result.next_token_ids = tokens
+        result.accept_lens = accept_lens
+        result.new_seq_lens = new_seq_lens
+        result.next_draft_input = S3RDraftInput(bonus_tokens=bonus, new_seq_lens=new_seq_lens)
+        result.speculative_num_draft_tokens = self.block_size
+        return result
+
+    # ---- life cycle, in the order in which SGLang calls it
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        gpu_id: int,
+        ps: ParallelState,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        super().__init__()
+        assert_installed()
+        self._target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.device = self.model_runner.device
+        self.config = config_of(server_args)
+        self.block_size = self.config.draft_length + 1
+        self.block_offsets = torch.arange(self.block_size, device=self.device)
+        self.metrics = RoundMetrics(self.config, enabled=ps.tp_rank == 0)
+
+    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        num_slots, self.max_context = req_to_token_pool.req_to_token.shape
+        model_config = self.model_runner.model_config
+        self.index = SparseIndex(
+            self.config,
+            num_layers=model_config.num_hidden_layers,
+            num_slots=num_slots,
+            num_kv_heads=model_config.get_num_kv_heads(self.model_runner.ps.tp_size),
+            max_context=self.max_context,
+            device=self.device,
+        )
+        base_seed = self.target_worker.random_seed if self.config.seed is None else self.config.seed
+        self.seeds = RequestSeeds(base_seed, num_slots, self.device)
+        logger.info("S3R: %s; sparse index %.2f GB", self.config, self.index.nbytes / 1e9)
+
+    def init_attention_backends(self) -> None:
+        base = dense_base(self.model_runner)
+        self.dense_attention = DenseAttention(
+            base, self.index, self.block_size, self.model_runner.max_running_requests, self.max_context
+        )
+        self.model_runner.attn_backend = self.dense_attention
+        sparse_attention = SparseAttention(base, self.index)
+        self.drafter = Drafter(self.model_runner, sparse_attention, self.config.draft_length)
+
+    def clear_cache_pool(self) -> None:
+        self.index.clear()
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self.metrics.record(num_correct_drafts_per_req)
+
+    @property
+    def draft_worker(self) -> None:
+        """The policy drafts for itself: there is no second model whose weights or KV could be out of step."""
+        return None
+
+    def update_weights_from_disk(self, recv_req):
+        return True, "The drafter shares the target's weights."
+
+    def update_weights_from_ipc(self, recv_req):
+        return True, "The drafter shares the target's weights."
+
+    def update_weights_from_tensor(self, recv_req):
+        return self.target_worker.update_weights_from_tensor(recv_req)
+
+
+def dense_base(model_runner):
+    """The backend that attends densely: SGLang's choice on a GPU, plain PyTorch on a CPU."""
+    if model_runner.device == "cpu":
+        from s3r_sglang.cpu.attention import CPUAttention
+
+        return CPUAttention(model_runner)
+    return model_runner.attn_backend

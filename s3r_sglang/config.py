@@ -1,0 +1,157 @@
+"""One frozen configuration, and the rules by which it is put together.
+
+Sources, later wins: defaults, a YAML file (`--s3r-config`, or the environment variable `S3R_CONFIG`), flags
+(`--s3r-budget-ratio 0.1`, or `sgl.Engine(s3r_budget_ratio=0.1)`). SGLang's own `--speculative-num-steps` is
+the flag of `draft_length`.
+
+Every field but `draft_length` is also a field `s3r_<name>` of SGLang's `ServerArgs` (patches/server_args.py).
+Resolution writes the effective values back to these fields, so that they travel to the scheduler processes,
+into copies and to `/server_info` the way all of SGLang's own do, and no process reads the file again.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ALGORITHM = "SELF_SPARSE"
+CONFIG_ENV = "S3R_CONFIG"
+FIELD_PREFIX = "s3r_"
+CONFIG_FIELD = f"{FIELD_PREFIX}config"
+
+
+class ConfigError(ValueError):
+    """The configuration is unusable; the message is one sentence that says what to change."""
+
+
+class S3RConfig(BaseModel):
+    """Parameters of self-sparse speculative decoding (arXiv 2610.13202); none changes what is sampled.
+
+    A request with c committed positions gets the draft budget min(c, max(min_budget, ceil(budget_ratio * c)))
+    per layer and KV head, of which the `recent_window` newest positions are always part.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    draft_length: int = Field(6, ge=1, le=32, description="Tokens drafted per round (k).")
+    budget_ratio: float = Field(
+        0.05, gt=0, le=1, description="Share of the context that a draft step reads (s)."
+    )
+    min_budget: int = Field(192, ge=1, description="Positions that a draft step reads at least (K_min).")
+    recent_window: int = Field(64, ge=1, description="Newest positions always in the draft's index (R).")
+    prompt_queries: int = Field(32, ge=1, description="Last prompt queries that select the first index.")
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="Seed of requests without one; unset: SGLang's --random-seed."
+    )
+
+    @model_validator(mode="after")
+    def _window_fits_budget(self) -> "S3RConfig":
+        if self.recent_window > self.min_budget:
+            raise ValueError(
+                f"recent_window {self.recent_window} does not fit into min_budget {self.min_budget}: "
+                "lower --s3r-recent-window or raise --s3r-min-budget"
+            )
+        return self
+
+    def budget(self, context: int) -> int:
+        """Positions one draft step attends to per layer and KV head, given `context` committed positions."""
+        return min(context, max(self.min_budget, math.ceil(self.budget_ratio * context)))
+
+
+def flag_fields() -> dict[str, str]:
+    """`S3RConfig` field -> its `ServerArgs` field, for all that have a `--s3r-*` flag."""
+    return {name: FIELD_PREFIX + name for name in S3RConfig.model_fields if name != "draft_length"}
+
+
+def server_args_fields() -> list[str]:
+    """All `ServerArgs` fields of the plugin: the flags and the path of the YAML file."""
+    return [CONFIG_FIELD, *flag_fields().values()]
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag that sets the `S3RConfig` field `name`."""
+    if name == "draft_length":
+        return "--speculative-num-steps"
+    return "--" + flag_fields()[name].replace("_", "-")
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """The valid name closest to `name`, for error messages."""
+    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+
+
+def build(values: dict[str, Any]) -> S3RConfig:
+    """Validate `values`; raises ConfigError with one sentence for the first fault."""
+    try:
+        return S3RConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0])) from None
+
+
+def _sentence(fault: dict[str, Any]) -> str:
+    if not fault["loc"]:
+        return fault["msg"].removeprefix("Value error, ") + "."
+    name = str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        return f"Unknown S3R setting '{name}'; did you mean '{nearest(name, list(S3RConfig.model_fields))}'?"
+    rule = fault["msg"].replace("Input should be", "must be")
+    return f"S3R setting {name} {rule}, not {fault['input']!r}; change {flag_of(name)}."
+
+
+def config_path(source: str) -> Path:
+    """Path of a YAML file named by path, or by the stem of one that the package ships (`qwen3-8b`)."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    shipped = Path(str(resources.files("s3r_sglang.configs")))
+    if (shipped / f"{source}.yaml").is_file():
+        return shipped / f"{source}.yaml"
+    names = sorted(file.stem for file in shipped.glob("*.yaml"))
+    raise ConfigError(f"S3R config '{source}' is neither a file nor one of {', '.join(names)}.")
+
+
+def load_yaml(source: str) -> dict[str, Any]:
+    """Settings of a YAML file; raises ConfigError if it is not a flat mapping of known settings."""
+    path = config_path(source)
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping such as 'budget_ratio: 0.05'.")
+    for name in values:
+        if name not in S3RConfig.model_fields:
+            known = nearest(str(name), list(S3RConfig.model_fields))
+            raise ConfigError(f"{path} has the unknown setting '{name}'; did you mean '{known}'?")
+    return values
+
+
+def resolve(arguments: Mapping[str, Any]) -> S3RConfig:
+    """Merge all sources, given keyword arguments of `ServerArgs` (absent or None: not set by the user)."""
+    source = arguments.get(CONFIG_FIELD) or os.environ.get(CONFIG_ENV)
+    values = load_yaml(source) if source else {}
+    flags = {name: arguments.get(field) for name, field in flag_fields().items()}
+    flags["draft_length"] = arguments.get("speculative_num_steps")
+    return build(values | {name: value for name, value in flags.items() if value is not None})
+
+
+def is_self_sparse(algorithm: str | None) -> bool:
+    """Whether `--speculative-algorithm` names ours, in either spelling and any case."""
+    return (algorithm or "").upper().replace("-", "_") == ALGORITHM
+
+
+def config_of(server_args: Any) -> S3RConfig:
+    """Effective configuration of resolved server arguments, in any process.
+
+    Raises ConfigError if they do not select self-sparse decoding.
+    """
+    if not is_self_sparse(server_args.speculative_algorithm):
+        raise ConfigError("No S3R configuration without --speculative-algorithm self-sparse.")
+    values = {name: getattr(server_args, field) for name, field in flag_fields().items()}
+    return build(values | {"draft_length": server_args.speculative_num_steps})

@@ -1,0 +1,56 @@
+"""Launch choices the attention kernels share, made on the host from shapes alone (so CUDA graphs can hold)."""
+
+import functools
+
+import torch
+import triton
+
+# Programs of the last split to arrive are found by counting arrivals per (request, KV head). Kernels split
+# only while there are fewer pairs than this, so one buffer of this size per device serves all launches.
+MAX_SPLIT_PAIRS = 1024
+
+
+@functools.lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 under the interpreter, which runs programs in turn."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_splits(device: torch.device, pairs: int, programs_per_sm: int, max_splits: int) -> int:
+    """Splits of the KV of each (request, KV head) pair that give every SM about `programs_per_sm` programs.
+
+    A power of two, so that the batch buckets of CUDA graphs share few compiled kernels.
+    """
+    wanted = programs_per_sm * num_multiprocessors(device) // max(pairs, 1)
+    splits = max(1, min(wanted, max_splits))
+    return 1 << (splits.bit_length() - 1) if pairs <= MAX_SPLIT_PAIRS else 1
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Input precision of tl.dot: float32 inputs are multiplied as float32, never rounded to TF32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def block_of(size: int, minimum: int = 16) -> int:
+    """The power of two that covers `size`; tl.dot wants at least 16."""
+    return max(minimum, triton.next_power_of_2(size))
+
+
+_arrivals: dict[torch.device, torch.Tensor] = {}
+
+
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """Zeroed int32 [MAX_SPLIT_PAIRS] counters of a device; a kernel leaves them zero again.
+
+    Launches that use them must be ordered on one stream, as the layers of a forward pass are.
+
+    Raises:
+        RuntimeError: first use inside a CUDA graph capture; the zeros would exist only after a replay.
+    """
+    if device not in _arrivals:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run the attention kernel once before capturing it in a CUDA graph")
+        _arrivals[device] = torch.zeros(MAX_SPLIT_PAIRS, dtype=torch.int32, device=device)
+    return _arrivals[device]

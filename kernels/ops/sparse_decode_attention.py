@@ -1,0 +1,223 @@
+"""Sparse decode attention: one query per request over its index and its recent tail (arXiv 2610.13202, 3.2)."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from s3r_sglang.kernels.ops import _checks, _launch
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+OP = "sparse_decode_attention"
+
+
+def sparse_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    positions: torch.Tensor,
+    num_selected: torch.Tensor,
+    tail_start: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from each request's newest token to its selected positions and its tail.
+
+    Request b of slot s = req_pool_indices[b] attends, in KV head h, to the positions
+    `positions[s, h, :num_selected[s]]` and `tail_start[s] .. seq_lens[b] - 1`, two disjoint sets. No other
+    cache row and no other entry of `positions` is used. Softmax and sums are in float32.
+
+    Args:
+        q: [B, Hq, D] float32, float16 or bfloat16; D a multiple of 16.
+        k_cache, v_cache: [pool, Hkv, D], dtype of q, Hkv dividing Hq; rows may be strided.
+        req_to_token: [slots, W] int32, pool row of (slot, position).
+        req_pool_indices: [B] integer, slot of each request.
+        seq_lens: [B] integer, positions including the query's own; 0 marks a padding row.
+        positions: [slots, Hkv, M] int32.
+        num_selected, tail_start: [slots] int32.
+        scale: factor of q·k.
+        out: [B, Hq, D] of q's dtype, allocated if None. Padding rows get 0.
+        lse: [B, Hq] float32; if given, receives ln Σ exp(scale · q·k), -inf in padding rows.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device does not fit.
+        RuntimeError: the tensors are on the CPU and Triton's interpreter is off.
+
+    Safe in a CUDA graph once it has run eagerly on the device: the grid depends on shapes only.
+    """
+    out = torch.empty_like(q) if out is None else out
+    batch_size, num_heads = q.shape[:2]
+    num_slots, num_kv_heads = req_to_token.shape[0], k_cache.shape[1]
+    _checks.check_device(
+        OP, q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, out, lse
+    )
+    _checks.check_cache(OP, q, k_cache, v_cache)
+    _checks.check_requests(OP, batch_size, req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens)
+    _checks.check_vectors(OP, num_slots, num_selected=num_selected, tail_start=tail_start)
+    _checks.check_output(
+        OP, "positions", positions, (num_slots, num_kv_heads, positions.shape[-1]), torch.int32
+    )
+    _checks.check_output(OP, "out", out, tuple(q.shape), q.dtype)
+    if lse is not None:
+        _checks.check_output(OP, "lse", lse, (batch_size, num_heads), torch.float32)
+    _launch_kernel(
+        q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
+        scale, out, lse,
+    )  # fmt: skip
+    return out
+
+
+def _launch_kernel(
+    q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
+    scale, out, lse, block_n=32, num_splits=None, num_warps=4, num_stages=3,
+):  # fmt: skip
+    """Launch with explicit tile choices; the bench sweeps them."""
+    batch_size, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    pairs = batch_size * num_kv_heads
+    if pairs == 0:
+        return
+    if num_splits is None:
+        # Each split should keep a tile of work; the tail adds to M but is short when M is worth splitting.
+        max_splits = min(16, triton.cdiv(positions.shape[2], block_n))
+        num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=4, max_splits=max_splits)
+    partial_out = partial_lse = arrivals = None
+    if num_splits > 1:
+        partial_out = q.new_empty((pairs, num_splits, group, head_dim), dtype=torch.float32)
+        partial_lse = q.new_empty((pairs, num_splits, group), dtype=torch.float32)
+        arrivals = _launch.arrival_counters(q.device)
+    # KV heads vary fastest: the heads of a position are neighbours in memory, and so in time.
+    _sparse_decode_kernel[(num_kv_heads, num_splits, batch_size)](
+        q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
+        out, lse, partial_out, partial_lse, arrivals,
+        scale * LOG2_E,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        req_to_token.stride(0), positions.stride(0), positions.stride(1), positions.shape[2],
+        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        GROUP=group, BLOCK_G=_launch.block_of(group), HEAD_DIM=head_dim, BLOCK_D=_launch.block_of(head_dim),
+        BLOCK_N=block_n, NUM_SPLITS=num_splits, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        DOT_PRECISION=_launch.dot_precision(q.dtype), LN_2=LN_2,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pool_rows(token_rows, selected, index, end, num_selected, tail_start, width):
+    """Pool rows of entries `index` of the attended list: the selected positions first, then the tail.
+
+    The load from `selected` does not wait for num_selected: entries beyond it are read but not used.
+    """
+    chosen = tl.load(selected + index, mask=index < width, other=0)
+    position = tl.where(index < num_selected, chosen, tail_start + index - num_selected)
+    return tl.load(token_rows + position, mask=index < end, other=0)
+
+
+@triton.jit
+def _sparse_decode_kernel(
+    q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
+    out, lse, partial_out, partial_lse, arrivals,
+    scale_log2,
+    stride_q_batch, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
+    stride_token_slot, stride_pos_slot, stride_pos_head, width,
+    stride_out_batch, stride_out_head, stride_lse_batch,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, LN_2: tl.constexpr,
+):  # fmt: skip
+    kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
+    slot = tl.load(req_pool_indices + batch).to(tl.int64)
+    seq_len = tl.load(seq_lens + batch).to(tl.int32)
+    selected_count = tl.load(num_selected + slot).to(tl.int32)
+    tail = tl.load(tail_start + slot).to(tl.int32)
+    token_rows = req_to_token + slot * stride_token_slot
+    selected = positions + slot * stride_pos_slot + kv_head * stride_pos_head
+
+    attended = selected_count + tl.maximum(seq_len - tail, 0)
+    attended = tl.where(seq_len > 0, attended, 0)
+    # Whole tiles per split: splits of a short list stay empty rather than all running a partial tile.
+    per_split = tl.cdiv(tl.cdiv(attended, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, attended)
+
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
+    heads = kv_head * GROUP + group
+    q_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_tile = tl.load(
+        q + batch.to(tl.int64) * stride_q_batch + heads[:, None] * stride_q_head + dim[None, :],
+        mask=q_mask,
+        other=0.0,
+    )
+
+    running_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    k_head = k_cache + kv_head * stride_k_head
+    v_head = v_cache + kv_head * stride_v_head
+    rows = _pool_rows(token_rows, selected, begin + lane, end, selected_count, tail, width)
+    for start in range(begin, end, BLOCK_N):
+        row_mask = (start + lane < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        wide_rows = rows.to(tl.int64)[:, None]
+        k = tl.load(k_head + wide_rows * stride_k_row + dim[None, :], mask=row_mask, other=0.0)
+        v = tl.load(v_head + wide_rows * stride_v_row + dim[None, :], mask=row_mask, other=0.0)
+        # The next tile's two dependent index loads run under this tile's arithmetic.
+        rows = _pool_rows(token_rows, selected, start + BLOCK_N + lane, end, selected_count, tail, width)
+
+        logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
+        logits = tl.where((start + lane < end)[None, :], logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_max[:, None])
+        rescale = tl.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
+        running_max = new_max
+
+    acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
+    lse_log2 = running_max + tl.log2(running_sum)  # -inf for an empty split
+    out_row = out + batch.to(tl.int64) * stride_out_batch
+    if NUM_SPLITS == 1:
+        tl.store(out_row + heads[:, None] * stride_out_head + dim[None, :], acc, mask=q_mask)
+        if lse is not None:
+            tl.store(lse + batch * stride_lse_batch + heads, lse_log2 * LN_2, mask=group < GROUP)
+    else:
+        pair = batch * num_kv_heads + kv_head
+        part = (pair * NUM_SPLITS + split) * GROUP + group
+        tl.store(partial_out + part.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
+        tl.store(partial_lse + part, lse_log2, mask=group < GROUP)
+        # All threads' stores come before the arrival, and the last arrival sees all partial results.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == NUM_SPLITS - 1:
+            tl.store(arrivals + pair, 0)
+            splits = tl.arange(0, BLOCK_SPLITS)
+            for g in tl.static_range(GROUP):
+                part = (pair * NUM_SPLITS + splits) * GROUP + g
+                split_mask = splits < NUM_SPLITS
+                part_lse = tl.load(
+                    partial_lse + part, mask=split_mask, other=float("-inf"), cache_modifier=".cg"
+                )
+                part_out = tl.load(
+                    partial_out + part.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :],
+                    mask=split_mask[:, None] & (dim < HEAD_DIM)[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                largest = tl.max(part_lse, axis=0)
+                weights = tl.exp2(part_lse - tl.where(largest > float("-inf"), largest, 0.0))
+                total = tl.sum(weights, axis=0)
+                merged = tl.sum(part_out * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+                head = kv_head * GROUP + g
+                tl.store(out_row + head * stride_out_head + dim, merged, mask=dim < HEAD_DIM)
+                if lse is not None:
+                    tl.store(lse + batch * stride_lse_batch + head, (largest + tl.log2(total)) * LN_2)

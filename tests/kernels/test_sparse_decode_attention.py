@@ -1,0 +1,133 @@
+import pytest
+import torch
+from s3r_sglang.kernels.ops import sparse_decode_attention as op_module
+from s3r_sglang.kernels.reference import sparse_decode_attention as reference_module
+
+IMPLEMENTATIONS = [op_module.sparse_decode_attention, reference_module.sparse_decode_attention]
+implementations = pytest.mark.parametrize("attend", IMPLEMENTATIONS, ids=["op", "reference"])
+
+
+def make_index(batch, num_selected: list[int], tail_start: list[int], seed: int = 1):
+    """Index state of all slots: unused entries of `positions` and unused slots point past the table."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = batch.req_to_token.shape[0]
+    positions = torch.full((slots, batch.num_kv_heads, max(num_selected) + 3), 2**30, dtype=torch.int32)
+    counts = torch.full((slots,), 2**20, dtype=torch.int32)
+    tails = torch.full((slots,), 2**20, dtype=torch.int32)
+    for slot, count, tail in zip(batch.req_pool_indices.tolist(), num_selected, tail_start, strict=True):
+        counts[slot], tails[slot] = count, tail
+        for head in range(batch.num_kv_heads):
+            chosen = torch.randperm(tail, generator=generator)[:count].sort().values
+            positions[slot, head, :count] = chosen.int()
+    device = batch.q.device
+    return positions.to(device), counts.to(device), tails.to(device)
+
+
+def expected(batch, positions, num_selected, tail_start):
+    """Float64 masked softmax over the whole prefix: (out [B, Hq, D], lse [B, Hq])."""
+    outs, lses = [], []
+    for b, slot in enumerate(batch.req_pool_indices.tolist()):
+        logits = batch.logits(b)[:, :, 0]  # [Hkv, G, seq_len]
+        attended = torch.zeros(batch.num_kv_heads, logits.shape[-1], dtype=torch.bool, device=logits.device)
+        attended[:, tail_start[slot] :] = True
+        attended.scatter_(1, positions[slot, :, : num_selected[slot]].long(), True)
+        logits = logits.masked_fill(~attended[:, None], -torch.inf)
+        outs.append(torch.einsum("hgn,nhd->hgd", logits.softmax(-1), batch.values(b)).flatten(0, 1))
+        lses.append(logits.logsumexp(-1).flatten())
+    return torch.stack(outs), torch.stack(lses)
+
+
+def call(attend, batch, index, **kwargs):
+    return attend(
+        batch.q[:, 0], batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices,
+        batch.seq_lens, *index, batch.scale, **kwargs,
+    )  # fmt: skip
+
+
+@implementations
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (2, 2), (3, 3), (2, 4), (1, 6)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equals_masked_softmax(attend, num_kv_heads, group, head_dim, make_batch, tolerance, dtype):
+    batch = make_batch([70, 9, 41], 1, num_kv_heads, group, head_dim, dtype)
+    # An index with a tail, a short context attended to whole, and a tail of the current position alone.
+    index = make_index(batch, num_selected=[37, 0, 5], tail_start=[60, 0, 40])
+    lse = torch.empty(3, num_kv_heads * group, device=batch.q.device)
+    out = call(attend, batch, index, lse=lse)
+    want_out, want_lse = expected(batch, *index)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), want_out, **tolerance(dtype))
+    torch.testing.assert_close(lse.double(), want_lse, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize(("num_splits", "block_n"), [(1, 16), (2, 16), (3, 32), (5, 16)])
+def test_any_split_gives_the_same_result(num_splits, block_n, make_batch, tolerance):
+    batch = make_batch([90, 3, 40], group=3, head_dim=48)
+    index = make_index(batch, num_selected=[50, 0, 7], tail_start=[77, 0, 33])
+    want_out, want_lse = expected(batch, *index)
+    for _ in range(2):  # twice: the first launch must leave the arrival counters at zero
+        out, lse = torch.empty_like(batch.q[:, 0]), torch.empty_like(want_lse, dtype=torch.float32)
+        op_module._launch_kernel(
+            batch.q[:, 0], batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices,
+            batch.seq_lens, *index, batch.scale, out, lse, block_n=block_n, num_splits=num_splits,
+        )  # fmt: skip
+        torch.testing.assert_close(out.double(), want_out, **tolerance(torch.float32))
+        torch.testing.assert_close(lse.double(), want_lse, **tolerance(torch.float32))
+
+
+@implementations
+def test_an_index_of_everything_is_dense_attention(attend, make_batch, tolerance):
+    batch = make_batch([50, 20])
+    dense = make_index(batch, num_selected=[0, 0], tail_start=[0, 0])
+    covered = make_index(batch, num_selected=[44, 13], tail_start=[44, 13])
+    torch.testing.assert_close(
+        call(attend, batch, covered), call(attend, batch, dense), **tolerance(torch.float32)
+    )
+
+
+@implementations
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_padding_rows_are_harmless(attend, num_splits, make_batch, tolerance, monkeypatch):
+    monkeypatch.setattr(op_module._launch, "num_splits", lambda *args, **kwargs: num_splits)
+    batch = make_batch([40, 0, 12], head_dim=32)
+    index = make_index(batch, num_selected=[20, 0, 0], tail_start=[35, 0, 0])
+    index[1][batch.req_pool_indices[1]] = 5  # a padding row may share a slot that has an index
+    lse = torch.full((3, 4), torch.nan, device=batch.q.device)
+    out = torch.full_like(batch.q[:, 0], torch.nan)
+    assert call(attend, batch, index, out=out, lse=lse) is out
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+    index[1][batch.req_pool_indices[1]] = 0
+    for b in (0, 2):
+        one = type(batch)(
+            batch.q[b : b + 1], batch.k_cache, batch.v_cache, batch.req_to_token,
+            batch.req_pool_indices[b : b + 1], batch.seq_lens[b : b + 1], batch.scale,
+        )  # fmt: skip
+        torch.testing.assert_close(out[b].double(), expected(one, *index)[0][0], **tolerance(torch.float32))
+
+
+def test_int32_lengths_and_strided_queries(make_batch, tolerance):
+    batch = make_batch([33, 18], num_queries=2)
+    index = make_index(batch, num_selected=[9, 0], tail_start=[30, 0])
+    strided = batch.q[:, 0]
+    assert not strided.is_contiguous()
+    out = op_module.sparse_decode_attention(
+        strided, batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices,
+        batch.seq_lens.int(), *index, batch.scale,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), expected(batch, *index)[0], **tolerance(torch.float32))
+
+
+def test_rejects_what_the_kernel_cannot_read(make_batch):
+    batch = make_batch([20])
+    index = make_index(batch, num_selected=[4], tail_start=[15])
+    with pytest.raises(ValueError, match="cache is torch.float16"):
+        op_module.sparse_decode_attention(
+            batch.q[:, 0], batch.k_cache.half(), batch.v_cache, batch.req_to_token, batch.req_pool_indices,
+            batch.seq_lens, *index, batch.scale,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="positions must be torch.int32"):
+        call(op_module.sparse_decode_attention, batch, (index[0].long(), *index[1:]))
+    with pytest.raises(ValueError, match="num_selected must be a contiguous"):
+        call(op_module.sparse_decode_attention, batch, (index[0], index[1][:1], index[2]))
+    with pytest.raises(ValueError, match="lse must be torch.float32"):
+        call(op_module.sparse_decode_attention, batch, index, lse=torch.empty(1, 3))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from s3r_sglang.compat import AttentionBackend, ForwardBatch, KVWriteLoc, RadixAttention
+from s3r_sglang.sglang_symbols import AttentionBackend, ForwardBatch, KVWriteLoc, RadixAttention
 from s3r_sglang.index import Plan, SparseIndex
 from s3r_sglang.kernels import attention_scores, sparse_decode_attention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from s3r_sglang.attention import SparseAttention
-from s3r_sglang.compat import ForwardBatch, ForwardContext, ForwardMode, ModelRunner, forward_context
+from s3r_sglang.sglang_symbols import ForwardBatch, ForwardContext, ForwardMode, ModelRunner, forward_context
 from s3r_sglang.sampling import SamplingParams, draft_sample
 from s3r_sglang.types import Block, Draft
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from s3r_sglang.compat import LogitsProcessorOutput, OutputLogprobProcessor, ScheduleBatch, envs
+from s3r_sglang.sglang_symbols import LogitsProcessorOutput, OutputLogprobProcessor, ScheduleBatch, envs
 from s3r_sglang.sampling import SamplingParams
 
 

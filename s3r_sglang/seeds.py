@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from s3r_sglang.compat import Req
+from s3r_sglang.sglang_symbols import Req
 from s3r_sglang.sampling import request_seed
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from s3r_sglang.compat import SpecInput, SpecInputType
+from s3r_sglang.sglang_symbols import SpecInput, SpecInputType
 
 
 @dataclass

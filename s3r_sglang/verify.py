@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from s3r_sglang.compat import ForwardMode, GenerationBatchResult, ScheduleBatch, TpModelWorker
+from s3r_sglang.sglang_symbols import ForwardMode, GenerationBatchResult, ScheduleBatch, TpModelWorker
 from s3r_sglang.types import Block, Draft, S3RVerifyInput
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from s3r_sglang.attention import DenseAttention, SparseAttention
-from s3r_sglang.compat import (
+from s3r_sglang.sglang_symbols import (
     BaseSpecWorker,
     ForwardMode,
     GenerationBatchResult,

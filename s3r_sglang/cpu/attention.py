@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from s3r_sglang.compat import ForwardBatch, TorchNativeAttnBackend
+from s3r_sglang.sglang_symbols import ForwardBatch, TorchNativeAttnBackend
 
 
 class CPUAttention(TorchNativeAttnBackend):

@@ -157,9 +157,8 @@ def verify_sample(
     if num_drafts < 1:
         raise ValueError("verify_sample needs at least one draft token per request")
     if logits.shape[0] != batch_size * (num_drafts + 1) or q.shape != (batch_size, num_drafts, vocab_size):
-        raise ValueError(
-            f"drafts {tuple(draft_tokens.shape)} fit neither logits {tuple(logits.shape)} nor q {tuple(q.shape)}"
-        )
+        shapes = f"drafts {tuple(draft_tokens.shape)}, logits {tuple(logits.shape)}, q {tuple(q.shape)}"
+        raise ValueError(f"shapes do not belong together: {shapes}")
     p = target_probs(logits, params, repeat=num_drafts + 1)
     return reference.verify_sample(p.view(batch_size, -1, vocab_size), draft_tokens, q, seeds, rounds)
 

@@ -103,12 +103,19 @@ def residual_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
+def accepts(coin: torch.Tensor, p_drafted: torch.Tensor, q_drafted: torch.Tensor) -> torch.Tensor:
+    """Whether a draft is accepted, which has probability min(1, p / q) for a coin uniform on [0, 1).
+
+    Written without the division, so that q need not be positive, and strict, so that p = 0 rejects even a
+    coin of zero. Any shapes that broadcast, float32; returns bool.
+    """
+    return coin * q_drafted < p_drafted
+
+
 def accept_lengths(
     p_drafted: torch.Tensor, q_drafted: torch.Tensor, seeds: torch.Tensor, rounds: torch.Tensor
 ) -> torch.Tensor:
-    """Number of leading drafts accepted, each with probability min(1, p / q).
-
-    The test is `coin * q < p` with the coin in [0, 1): strict, so that p = 0 rejects even a coin of zero.
+    """Number of leading drafts accepted.
 
     Args:
         p_drafted, q_drafted: [B, k] float32, probability of each drafted token.
@@ -119,7 +126,7 @@ def accept_lengths(
     """
     num_drafts = p_drafted.shape[1]
     words = [random_words(seeds, rounds, step, Stream.ACCEPT, 1) for step in range(num_drafts)]
-    accepted = coins(torch.cat(words, dim=1)) * q_drafted < p_drafted
+    accepted = accepts(coins(torch.cat(words, dim=1)), p_drafted, q_drafted)
     return accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 

@@ -6,7 +6,7 @@ set them, and copies, `asdict`, pickles to the scheduler processes and `/server_
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 from s3r_sglang.config import (
     CONFIG_ENV,
@@ -47,19 +47,13 @@ def _annotations() -> dict[str, Any]:
     from sglang.srt.arg_groups.arg_utils import NS, Arg
 
     help_of_file = f"S3R: YAML file, or the name of a shipped one. Environment: {CONFIG_ENV}."
-    annotations = {CONFIG_FIELD: Annotated[str | None, Arg(help=help_of_file), NS("spec")]}
+    annotations = {CONFIG_FIELD: Annotated[Optional[str], Arg(help=help_of_file), NS("spec")]}  # noqa: UP045
     for name, field in flag_fields().items():
         info = S3RConfig.model_fields[name]
         text = f"S3R: {info.description} Default: {info.default}."
-        annotations[field] = Annotated[_optional(info.annotation), Arg(help=text), NS("spec")]
+        # SGLang's flag generator understands typing.Optional only, not the `T | None` of the type system.
+        annotations[field] = Annotated[Optional[info.annotation], Arg(help=text), NS("spec")]  # noqa: UP045
     return annotations
-
-
-def _optional(annotation: Any) -> Any:
-    """`T | None` in the spelling that SGLang's flag generator understands (`typing.Optional`)."""
-    from typing import Optional
-
-    return Optional[annotation]  # noqa: UP045
 
 
 def init_with_s3r_fields(original_init, self, *args, **kwargs) -> None:
@@ -103,3 +97,11 @@ def _resolve_into(ours: dict[str, Any], kwargs: dict[str, Any]) -> None:
                 f"drop it, --speculative-num-steps is enough."
             )
     kwargs.update(block)
+
+
+def one_sentence_on_the_command_line(original, argv):
+    """Around `prepare_server_args`: a configuration fault ends the command with its sentence."""
+    try:
+        return original(argv)
+    except ConfigError as fault:
+        raise SystemExit(f"error: {fault}") from None

@@ -49,11 +49,9 @@ class S3RAlgorithm(CustomSpecAlgo):
 
 
 def worker_class(server_args: "ServerArgs") -> type:
-    """Worker of the scheduler process; raises RuntimeError if a hook it relies on is not in place."""
-    from s3r_sglang.plugin import assert_installed
+    """Worker of the scheduler process, imported there only: it pulls in the model runner and the kernels."""
     from s3r_sglang.worker import S3RWorker
 
-    assert_installed()
     return S3RWorker
 
 

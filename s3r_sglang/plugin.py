@@ -1,23 +1,142 @@
-"""Entry point that SGLang loads, in the main process and in every scheduler process."""
+"""Entry point that SGLang loads in the main process and in every scheduler process.
 
-from s3r_sglang import compat
+SGLang logs a plugin or hook that fails and goes on without it. A server would then decode in other ways than
+asked for, so both processes check with `assert_installed` before they serve.
+"""
+
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from s3r_sglang.patches import kv_cache_builder, scheduler, server_args, tokenizer_manager, verify_input
+
+TESTED_SGLANG = "0.5.17"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One SGLang function we wrap: `kind` is the name of a member of SGLang's HookType."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class HookStatus:
+    """Whether `name` is in place in this process, and if not, what is wrong."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+# Every function of SGLang that we wrap; patches/INVENTORY.md says why.
+_SRT = "sglang.srt"
+_TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
+    Hook(f"{_SRT}.server_args.prepare_server_args", "AROUND", server_args.one_sentence_on_the_command_line),
+    Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
+    Hook(f"{_TOKENIZER}._send_one_request", "BEFORE", tokenizer_manager.seed_parallel_sample),
+    Hook(f"{_TOKENIZER}._calculate_spec_decoding_metrics", "AFTER", tokenizer_manager.add_meta_info),
+    Hook(f"{_SRT}.mem_cache.kv_cache_builder.get_draft_kv_pool", "AROUND", kv_cache_builder.no_draft_kv_pool),
+    Hook(
+        f"{_SRT}.speculative.spec_info.create_dummy_verify_input", "AROUND", verify_input.chain_verify_input
+    ),
+    Hook(f"{_SRT}.managers.scheduler.Scheduler.get_internal_state", "AFTER", scheduler.add_internal_state),
+)
+FIELDS = f"{_SRT}.server_args.ServerArgs (fields)"
+ALGORITHM = f"{_SRT}.speculative.spec_registry (algorithm)"
 
 
 def register() -> None:
     """Install everything we change in SGLang; the algorithm last, so that a failure leaves it unknown."""
-    compat.require_tested_sglang()
+    require_tested_sglang()
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from s3r_sglang.algorithm import register_algorithm
-    from s3r_sglang.patches import server_args
 
     server_args.add_fields()
-    HookRegistry.register(
-        "sglang.srt.server_args.ServerArgs.__init__", server_args.init_with_s3r_fields, HookType.AROUND
-    )
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
     register_algorithm()
 
 
+def require_tested_sglang() -> None:
+    """Raise RuntimeError unless SGLang is the release that the hooks were written for.
+
+    They reach into private functions, so on another release they could be in place and yet do nothing.
+    """
+    from sglang.version import __version__
+
+    if __version__ != TESTED_SGLANG:
+        raise RuntimeError(
+            f"s3r-sglang works with SGLang {TESTED_SGLANG} only, not {__version__}: "
+            f"run pip install sglang=={TESTED_SGLANG}."
+        )
+
+
 def assert_installed() -> None:
-    pass
+    """Raise RuntimeError with the list of what is not in place in this process."""
+    require_tested_sglang()
+    broken = [f"{status.name}: {status.detail}" for status in verify_installed() if not status.ok]
+    if broken:
+        raise RuntimeError(
+            "S3R refuses to serve because its hooks on SGLang are not all active "
+            f"(another plugin, or SGLANG_PLUGINS, may be in the way): {'; '.join(broken)}."
+        )
+
+
+def verify_installed() -> list[HookStatus]:
+    """Check the live SGLang symbols of this process, one status per change we rely on."""
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from s3r_sglang.algorithm import NAMES, S3RAlgorithm
+
+    fields = server_args.has_fields()
+    known = all(isinstance(get_spec(name), S3RAlgorithm) for name in NAMES)
+    return [
+        HookStatus(FIELDS, fields, "" if fields else "the s3r_* fields are missing"),
+        HookStatus(ALGORITHM, known, "" if known else f"{' and '.join(NAMES)} are not registered"),
+        *map(_status, HOOKS),
+    ]
+
+
+def _status(hook: Hook) -> HookStatus:
+    try:
+        live = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        return HookStatus(hook.target, False, f"does not exist ({error})")
+    link = next((link for link in _wrappers(live) if _hook_of(link) is hook.function), None)
+    if link is None:
+        return HookStatus(hook.target, False, "is not wrapped")
+    stale = sorted(_modules_holding(link.__wrapped__))
+    if stale:
+        return HookStatus(hook.target, False, f"is bypassed by an earlier import in {', '.join(stale)}")
+    return HookStatus(hook.target, True)
+
+
+def _wrappers(function: Any) -> Iterator[Any]:
+    """`function` and what it wraps, from the outside in."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _hook_of(wrapper: Any) -> Any:
+    """The hook that a wrapper made by SGLang's HookRegistry calls, or None."""
+    return inspect.getclosurevars(wrapper).nonlocals.get("hook") if inspect.isfunction(wrapper) else None
+
+
+def _modules_holding(original: Any) -> Iterator[str]:
+    """Modules that still hold the unwrapped function under a name, from `from module import name`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("sglang.", "__main__")) and any(
+            value is original for value in vars(module).values()
+        ):
+            yield name

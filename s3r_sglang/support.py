@@ -65,6 +65,10 @@ def refuse_unsupported(server_args: "ServerArgs") -> None:
     """Raise ConfigError with one sentence if the engine's mode or model is not supported."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
+    from s3r_sglang.plugin import assert_installed
+
+    # This runs in the main process, where requests are checked; the worker asserts in its own.
+    assert_installed()
     view = resolved_view(server_args)
     for reason in (*_mode_faults(view), *_model_faults(server_args.get_model_config())):
         raise ConfigError(f"Self-sparse speculative decoding {reason}.")

@@ -1,0 +1,11 @@
+"""The effective configuration and the acceptance so far, in `/server_info` (`internal_states[i]["s3r"]`)."""
+
+
+def add_internal_state(output, scheduler, request):
+    """After `Scheduler.get_internal_state`, in the scheduler process of each replica."""
+    from s3r_sglang.config import is_self_sparse
+
+    if is_self_sparse(scheduler.server_args.speculative_algorithm):
+        metrics = scheduler.draft_worker.metrics
+        output.internal_state["s3r"] = {"config": metrics.config.model_dump(), **metrics.summary()}
+    return output

@@ -1,0 +1,53 @@
+"""Requests on their way in and out, in the main process: refusals, seeds of parallel samples, `meta_info`."""
+
+import copy
+
+from s3r_sglang.config import config_of, is_self_sparse
+
+
+def check_request(tokenized, manager, *args, **kwargs):
+    """After `_create_tokenized_object`: the sampling parameters are final, and nothing has been sent."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    from s3r_sglang.requests import refuse_inexact
+
+    active = is_self_sparse(manager.server_args.speculative_algorithm)
+    if active and isinstance(tokenized, TokenizedGenerateReqInput):
+        refuse_inexact(tokenized)
+    return tokenized
+
+
+def seed_parallel_sample(manager, tokenized):
+    """Before `_send_one_request`: give each sample of a request with n > 1 and a seed one of its own.
+
+    SGLang sends the same parameters n times, so all samples would be equal. The child that only fills the
+    prefix cache (max_new_tokens = 0) samples nothing and is not counted.
+    """
+    from s3r_sglang.requests import seed_of_sample
+
+    parent = manager.child_rid_to_logical_rid.get(tokenized.rid)
+    params = tokenized.sampling_params
+    if (
+        parent is None
+        or not is_self_sparse(manager.server_args.speculative_algorithm)
+        or params.sampling_seed is None
+        or params.max_new_tokens == 0
+    ):
+        return None
+    state = manager.rid_to_state[parent]
+    sample = getattr(state, "s3r_num_samples", 0)
+    state.s3r_num_samples = sample + 1
+    seeded = copy.copy(tokenized)
+    seeded.sampling_params = copy.copy(params)
+    seeded.sampling_params.sampling_seed = seed_of_sample(params.sampling_seed, sample)
+    return (manager, seeded), {}
+
+
+def add_meta_info(_, manager, meta_info, recv_obj, i) -> None:
+    """After `_calculate_spec_decoding_metrics`, which SGLang calls once per finished request."""
+    from s3r_sglang.metrics import request_metrics
+
+    histogram = meta_info.get("spec_accept_histogram")
+    if histogram and is_self_sparse(manager.server_args.speculative_algorithm):
+        context = recv_obj.prompt_tokens[i] + recv_obj.completion_tokens[i]
+        meta_info.update(request_metrics(config_of(manager.server_args), histogram, context))

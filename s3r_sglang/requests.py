@@ -1,0 +1,60 @@
+"""Requests that the round could not answer exactly are refused; SGLang turns the ValueError into HTTP 400."""
+
+from typing import Any
+
+from s3r_sglang.sampling import request_seed
+
+# A round verifies k + 1 positions in one forward. What changes the target distribution from one position to
+# the next by more than the tokens' own context would need its state replayed inside the block.
+_NEUTRAL_PARAMS = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+
+# Request options that change how tokens are produced, or return internals of forwards that also hold
+# rejected drafts.
+_UNSET_OPTIONS = (
+    "custom_logit_processor",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "lora_id",
+    "mm_inputs",
+    "input_embeds",
+    "positional_embed_overrides",
+    "multi_item_delimiter_indices",
+    "session_params",
+)
+
+
+def refuse_inexact(request: Any) -> None:
+    """Raise ValueError if `request` (SGLang's TokenizedGenerateReqInput) asks for an unsupported feature."""
+    for name, neutral in _NEUTRAL_PARAMS.items():
+        value = getattr(request.sampling_params, name)
+        if value != neutral:
+            raise ValueError(
+                f"Self-sparse speculative decoding does not support {name}={value!r}: "
+                f"leave it out, or use a server without --speculative-algorithm."
+            )
+    if "thinking_budget" in (request.sampling_params.custom_params or {}):
+        raise ValueError(
+            "Self-sparse speculative decoding does not support max_thinking_tokens: leave it out."
+        )
+    for name in _UNSET_OPTIONS:
+        if getattr(request, name):
+            raise ValueError(f"Self-sparse speculative decoding does not support {name}: leave it out.")
+
+
+def seed_of_sample(seed: int, sample: int) -> int:
+    """Seed of sample `sample` (0, 1, …) of a request with n > 1: distinct, and the first keeps the user's.
+
+    So the first of n samples equals the response to the same request with n = 1.
+    """
+    return seed if sample == 0 else request_seed(0, seed, sample) & (2**63 - 1)

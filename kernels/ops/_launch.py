@@ -1,4 +1,7 @@
-"""Launch choices the attention kernels share, made on the host from shapes alone (so CUDA graphs can hold)."""
+"""Launch choices the attention kernels share.
+
+They are made on the host from shapes alone, so that a CUDA graph may hold the launch.
+"""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Sparse decode attention: one query per request over its index and its recent tail (arXiv 2610.13202, 3.2)."""
+"""Sparse decode attention: one query per request over its index and tail (arXiv 2610.13202, section 3.2)."""
 
 import math
 
@@ -202,21 +202,23 @@ def _sparse_decode_kernel(
             tl.store(arrivals + pair, 0)
             splits = tl.arange(0, BLOCK_SPLITS)
             for g in tl.static_range(GROUP):
-                part = (pair * NUM_SPLITS + splits) * GROUP + g
-                split_mask = splits < NUM_SPLITS
-                part_lse = tl.load(
-                    partial_lse + part, mask=split_mask, other=float("-inf"), cache_modifier=".cg"
+                source = (pair * NUM_SPLITS + splits) * GROUP + g
+                split_lse = tl.load(
+                    partial_lse + source,
+                    mask=splits < NUM_SPLITS,
+                    other=float("-inf"),
+                    cache_modifier=".cg",
                 )
-                part_out = tl.load(
-                    partial_out + part.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :],
-                    mask=split_mask[:, None] & (dim < HEAD_DIM)[None, :],
+                split_out = tl.load(
+                    partial_out + source.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :],
+                    mask=(splits < NUM_SPLITS)[:, None] & (dim < HEAD_DIM)[None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                largest = tl.max(part_lse, axis=0)
-                weights = tl.exp2(part_lse - tl.where(largest > float("-inf"), largest, 0.0))
-                total = tl.sum(weights, axis=0)
-                merged = tl.sum(part_out * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+                largest = tl.max(split_lse, axis=0)
+                share = tl.exp2(split_lse - tl.where(largest > float("-inf"), largest, 0.0))
+                total = tl.sum(share, axis=0)
+                merged = tl.sum(split_out * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
                 head = kv_head * GROUP + g
                 tl.store(out_row + head * stride_out_head + dim, merged, mask=dim < HEAD_DIM)
                 if lse is not None:

@@ -13,8 +13,12 @@ def attention_scores(
     num_candidates: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Contract of `s3r_sglang.kernels.ops.attention_scores`; the exact rule that defines the index."""
+    """Contract of `s3r_sglang.kernels.ops.attention_scores`; the exact rule that defines the index.
+
+    `lse` would only save work, so it is not read here.
+    """
     num_kv_heads = k_cache.shape[1]
     batch = zip(
         req_pool_indices.tolist(),

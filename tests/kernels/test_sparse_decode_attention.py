@@ -120,14 +120,14 @@ def test_int32_lengths_and_strided_queries(make_batch, tolerance):
 def test_rejects_what_the_kernel_cannot_read(make_batch):
     batch = make_batch([20])
     index = make_index(batch, num_selected=[4], tail_start=[15])
-    with pytest.raises(ValueError, match="cache is torch.float16"):
+    with pytest.raises(ValueError, match=r"cache is torch\.float16"):
         op_module.sparse_decode_attention(
             batch.q[:, 0], batch.k_cache.half(), batch.v_cache, batch.req_to_token, batch.req_pool_indices,
             batch.seq_lens, *index, batch.scale,
         )  # fmt: skip
-    with pytest.raises(ValueError, match="positions must be torch.int32"):
+    with pytest.raises(ValueError, match=r"positions must be torch\.int32"):
         call(op_module.sparse_decode_attention, batch, (index[0].long(), *index[1:]))
     with pytest.raises(ValueError, match="num_selected must be a contiguous"):
         call(op_module.sparse_decode_attention, batch, (index[0], index[1][:1], index[2]))
-    with pytest.raises(ValueError, match="lse must be torch.float32"):
+    with pytest.raises(ValueError, match=r"lse must be torch\.float32"):
         call(op_module.sparse_decode_attention, batch, index, lse=torch.empty(1, 3))

@@ -1,0 +1,95 @@
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from s3r_sglang.kernels.ops import select_positions as op_module
+from s3r_sglang.kernels.reference import select_positions as reference_module
+
+IMPLEMENTATIONS = [op_module.select_positions, reference_module.select_positions]
+implementations = pytest.mark.parametrize("select", IMPLEMENTATIONS, ids=["op", "reference"])
+UNTOUCHED = -7
+
+
+def expected(scores: np.ndarray, count: int) -> list[int]:
+    """The rule by Python's own sort: highest score first, lower position first among equals."""
+    return sorted(sorted(range(len(scores)), key=lambda p: (-scores[p], p))[:count])
+
+
+def call(select, scores, num_candidates, num_select, slots, width):
+    positions = torch.full((6, scores.shape[1], width), UNTOUCHED, dtype=torch.int32, device=scores.device)
+    vectors = [torch.tensor(vector, device=scores.device) for vector in (num_candidates, num_select, slots)]
+    assert select(scores, *vectors, positions) is None
+    return positions.cpu()
+
+
+def check(positions, scores, num_candidates, num_select, slots):
+    scores = scores.cpu().numpy()
+    for b, (candidates, count, slot) in enumerate(zip(num_candidates, num_select, slots, strict=True)):
+        for head in range(scores.shape[1]):
+            want = expected(scores[b, head, :candidates], count)
+            assert positions[slot, head, :count].tolist() == want
+            assert (positions[slot, head, count:] == UNTOUCHED).all()
+    idle = [slot for slot in range(positions.shape[0]) if slot not in slots]
+    assert (positions[idle] == UNTOUCHED).all()
+
+
+@implementations
+@pytest.mark.parametrize("kind", ["attention", "any sign", "two values", "all equal"])
+def test_equals_sorting(select, kind, make_batch):
+    device = make_batch([1]).q.device
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(3, 2, 300, generator=generator)
+    if kind == "attention":
+        scores = (4 * scores).softmax(-1)
+    elif kind == "two values":
+        scores = (scores > 1).float()
+    elif kind == "all equal":
+        scores = torch.full_like(scores, 0.25)
+    num_candidates, num_select = [300, 137, 20], [31, 60, 20]
+    scores[1, :, 137:] = torch.nan  # beyond the candidates nothing is read
+    scores = scores.to(device)
+    got = call(select, scores, num_candidates, num_select, [4, 0, 3], width=64)
+    check(got, scores, num_candidates, num_select, [4, 0, 3])
+
+
+@implementations
+def test_selecting_nothing_writes_nothing(select, make_batch):
+    scores = torch.rand(2, 1, 10, device=make_batch([1]).q.device)
+    got = call(select, scores, [10, 0], [0, 0], [1, 2], width=4)
+    assert (got == UNTOUCHED).all()
+
+
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(data=st.data())
+def test_op_equals_sorting_for_any_floats(data):
+    values = st.one_of(
+        st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149)])
+    )
+    row = data.draw(st.lists(values, min_size=1, max_size=40))
+    count = data.draw(st.integers(0, len(row)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scores = torch.tensor(row, dtype=torch.float32, device=device).view(1, 1, -1)
+    got = call(op_module.select_positions, scores, [len(row)], [count], [2], width=40)
+    check(got, scores, [len(row)], [count], [2])
+
+
+@pytest.mark.parametrize("block_n", [16, 128])
+def test_any_tile_gives_the_same_result(block_n, make_batch):
+    scores = torch.rand(1, 2, 200, generator=torch.Generator().manual_seed(0)).mul(20).round()
+    scores = scores.to(make_batch([1]).q.device)
+    positions = torch.full((1, 2, 90), UNTOUCHED, dtype=torch.int32, device=scores.device)
+    one = torch.ones(1, dtype=torch.int32, device=scores.device)
+    op_module._launch_kernel(scores, 190 * one, 77 * one, 0 * one, positions, block_n=block_n, num_warps=1)
+    check(positions.cpu(), scores, [190], [77], [0])
+
+
+def test_broken_promises(make_batch):
+    scores = torch.rand(1, 1, 10, device=make_batch([1]).q.device)
+    with pytest.raises(ValueError, match=r"num_select\[0\] = 5 must be between 0 and"):
+        call(reference_module.select_positions, scores, [10], [5], [0], width=4)
+    with pytest.raises(ValueError, match=r"num_select\[0\] = 11"):
+        call(reference_module.select_positions, scores, [10], [11], [0], width=20)
+    # The op cannot look, so it clamps to what it can read and write.
+    got = call(op_module.select_positions, scores, [10], [99], [0], width=4)
+    assert got[0, 0].tolist() == expected(scores[0, 0].cpu().numpy(), 4)

@@ -1,0 +1,74 @@
+"""Start SGLang with defaults that suit the device; whatever the user says wins."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from s3r_sglang import cpu
+
+# SGLang sizes the KV pool to most of the machine's memory, which a CPU run on a workstation should not take.
+# 64K tokens are 1.4 GiB for SmolLM2-135M and 1.8 GiB for Qwen2.5-Coder-1.5B.
+CPU_POOL = {"max_total_tokens": 65536}
+
+
+def arguments(argv: Sequence[str], on_gpu: bool, speculative: bool = True) -> list[str]:
+    """`argv` for SGLang's own parser, plus the defaults of the device that it does not mention.
+
+    On a GPU SGLang chooses the attention backend itself (fa3 on Hopper). With `speculative` false, what the
+    user set for speculation is dropped, which gives the autoregressive engine that is otherwise the same.
+    """
+    argv = list(argv) if speculative else _without_speculation(argv)
+    defaults: dict[str, object] = {"speculative_algorithm": "self-sparse"} if speculative else {}
+    if not on_gpu:
+        defaults |= cpu.SERVER_ARGS | CPU_POOL
+    return [*argv, *_missing(argv, defaults)]
+
+
+def _without_speculation(argv: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    dropping = False
+    for word in argv:
+        if word.startswith("--"):
+            dropping = word.startswith(("--s3r-", "--speculative-"))
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _missing(argv: Sequence[str], defaults: dict[str, object]) -> list[str]:
+    given = {word.split("=", 1)[0] for word in argv}
+    words = []
+    for name, value in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if flag not in given:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def serve(argv: Sequence[str]) -> NoReturn:
+    """Become `python -m sglang.launch_server` with `argv` and the defaults."""
+    on_gpu = cpu.has_gpu()
+    environ = dict(os.environ)
+    if not on_gpu:
+        cpu.prepare(environ)
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments(argv, on_gpu)]
+    # Replaces this process, so that signals and the exit status are the server's own.
+    sys.stdout.flush()
+    os.execve(command[0], command, environ)
+
+
+def open_engine(argv: Sequence[str]):
+    """Start an `sgl.Engine` in this process from command-line arguments for SGLang.
+
+    The first call must come before anything imports `sglang`, see `cpu.prepare`.
+    """
+    if not cpu.has_gpu():
+        cpu.prepare()
+    import sglang
+    from sglang.srt import server_args
+    from sglang.srt.plugins import load_plugins
+
+    # Hooks on argument parsing are part of the plugin; sglang.Engine would load it too late for them.
+    load_plugins()
+    return sglang.Engine(server_args=server_args.prepare_server_args(list(argv)))

@@ -199,8 +199,14 @@ def _scores_kernel(
     lane = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
     k_head = k_cache + kv_head * stride_k_head
+    q_batch = q + batch.to(tl.int64) * stride_q_batch
+    lse_batch = lse + batch * stride_lse_batch
     out_row = out + batch.to(tl.int64) * stride_out_batch + kv_head * stride_out_head
     num_rows = tl.maximum(counted * GROUP, 1).to(tl.float32)
+    query, row_counts, q_tile, row_lse = _counted_rows(
+        q_batch, lse_batch, kv_head, 0, counted, stride_q_query, stride_q_head, stride_lse_query,
+        GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
+    )  # fmt: skip
     pool_rows = tl.load(token_rows + begin + lane, mask=begin + lane < end, other=0)
     for start in range(begin, end, BLOCK_N):
         position = start + lane
@@ -212,21 +218,34 @@ def _scores_kernel(
         pool_rows = tl.load(token_rows + position + BLOCK_N, mask=position + BLOCK_N < end, other=0)
         total = tl.zeros([BLOCK_N], tl.float32)
         for row_block in tl.static_range(ROW_BLOCKS):
-            row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-            query = row // GROUP
-            head = kv_head * GROUP + row % GROUP
-            row_counts = (query < QUERIES) & (query >= QUERIES - counted)
-            q_tile = tl.load(
-                q + batch.to(tl.int64) * stride_q_batch
-                + (query * stride_q_query + head * stride_q_head)[:, None] + dim[None, :],
-                mask=row_counts[:, None] & (dim < HEAD_DIM)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            row_lse = tl.load(
-                lse + batch * stride_lse_batch + query * stride_lse_query + head, mask=row_counts, other=0.0
-            )
+            if ROW_BLOCKS > 1:  # else the only block stays loaded
+                query, row_counts, q_tile, row_lse = _counted_rows(
+                    q_batch, lse_batch, kv_head, row_block, counted, stride_q_query, stride_q_head,
+                    stride_lse_query, GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
             logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
             seen = position[None, :] <= (seq_len - QUERIES + query)[:, None]
             weights = tl.exp2(logits - (row_lse * LOG2_E)[:, None])
             total += tl.sum(tl.where(seen & row_counts[:, None], weights, 0.0), axis=0)
         tl.store(out_row + position, total / num_rows, mask=position < end)
+
+
+@triton.jit
+def _counted_rows(
+    q_batch, lse_batch, kv_head, row_block, counted, stride_q_query, stride_q_head, stride_lse_query,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rows (query, head of the group) of a block: query, whether it counts, q and log-sum-exp."""
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_counts = (query < QUERIES) & (query >= QUERIES - counted)
+    q_tile = tl.load(
+        q_batch + (query * stride_q_query + head * stride_q_head)[:, None] + dim[None, :],
+        mask=row_counts[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    row_lse = tl.load(lse_batch + query * stride_lse_query + head, mask=row_counts, other=0.0)
+    return query, row_counts, q_tile, row_lse

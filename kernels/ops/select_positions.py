@@ -59,17 +59,21 @@ def _launch_kernel(
         block_n = min(4096, max(128, triton.next_power_of_2(width)))
     if num_warps is None:
         num_warps = max(1, block_n // 512)
+    aligned = all(size % 4 == 0 for size in (width, scores.stride(0), scores.stride(1)))
     _select_kernel[(num_kv_heads, batch_size)](
         scores, num_candidates, num_select, req_pool_indices, positions,
         scores.stride(0), scores.stride(1), positions.stride(0), positions.stride(1), positions.shape[2],
-        BLOCK_N=block_n, num_warps=num_warps,
+        BLOCK_N=block_n, ALIGN=4 if aligned else 1, num_warps=num_warps,
     )  # fmt: skip
 
 
 @triton.jit
-def _ordered_keys(scores, position, count):
-    """Scores as int32 in the order of the floats; positions from `count` on sort below everything."""
-    score = tl.load(scores + position, mask=position < count, other=0.0)
+def _ordered_keys(scores, position, count, ALIGN: tl.constexpr):
+    """Scores as int32 in the order of the floats; positions from `count` on sort below everything.
+
+    The load is masked in steps of ALIGN scores, else the compiler cannot use 16-byte loads.
+    """
+    score = tl.load(scores + position, mask=position < tl.cdiv(count, ALIGN) * ALIGN, other=0.0)
     score = tl.where(score == 0.0, 0.0, score)  # -0 has other bits than 0 but must tie with it
     bits = score.to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -80,7 +84,7 @@ def _ordered_keys(scores, position, count):
 def _select_kernel(
     scores, num_candidates, num_select, req_pool_indices, positions,
     stride_score_batch, stride_score_head, stride_pos_slot, stride_pos_head, width,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Narrow a range of keys until whole ranges meet the count, then compact in order of position.
 
@@ -108,16 +112,15 @@ def _select_kernel(
         second = low + quarter
         third = second + quarter
         fourth = third + quarter
-        from_second = tl.zeros([BLOCK_N], tl.int32)
-        from_third = tl.zeros([BLOCK_N], tl.int32)
-        from_fourth = tl.zeros([BLOCK_N], tl.int32)
+        # Three counters of 10 bits a lane (a lane sees one score per tile), three of 21 bits in their sum.
+        counters = tl.zeros([BLOCK_N], tl.int32)
         for start in range(0, candidates, BLOCK_N):
-            keys = _ordered_keys(row, start + lane, candidates)
-            from_second += (keys >= second).to(tl.int32)
-            from_third += (keys >= third).to(tl.int32)
-            from_fourth += (keys >= fourth).to(tl.int32)
-        # One reduction for the three counts, 21 bits each.
-        packed = from_second.to(tl.int64) + (from_third.to(tl.int64) << 21) + (from_fourth.to(tl.int64) << 42)
+            keys = _ordered_keys(row, start + lane, candidates, ALIGN)
+            counters += tl.where(keys >= second, 1, 0)
+            counters += tl.where(keys >= third, 1 << 10, 0)
+            counters += tl.where(keys >= fourth, 1 << 20, 0)
+        wide = counters.to(tl.int64)
+        packed = (wide & 0x3FF) + (((wide >> 10) & 0x3FF) << 21) + ((wide >> 20) << 42)
         packed = tl.sum(packed, axis=0)
         count_second = (packed & 0x1FFFFF).to(tl.int32)
         count_third = ((packed >> 21) & 0x1FFFFF).to(tl.int32)
@@ -143,7 +146,7 @@ def _select_kernel(
     range_seen = tl.full([], 0, tl.int32)
     for start in range(0, candidates, BLOCK_N):
         position = start + lane
-        keys = _ordered_keys(row, position, candidates)
+        keys = _ordered_keys(row, position, candidates, ALIGN)
         is_above = (keys > high).to(tl.int32)
         in_range = ((keys >= low) & (keys <= high) & (position < candidates)).to(tl.int32)
         # Both running counts in one scan, 16 bits each: a tile is far shorter than 2**15.

@@ -1,0 +1,244 @@
+"""Verify attention: dense causal attention of a draft block, and refresh scores from one pass over K."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from s3r_sglang.kernels.ops import _checks, _launch
+
+LOG2_E = math.log2(math.e)
+OP = "verify_attention"
+
+
+def verify_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    lse_estimate: torch.Tensor | None = None,
+    num_candidates: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend densely and causally from each request's last Q positions, and optionally score its positions.
+
+    Query i of request b stands at position seq_lens[b] - Q + i and attends to all positions up to its own.
+    Softmax and sums are in float32.
+
+    With `scores`, for pos < num_candidates[b], scores[b, h, pos] becomes the mean over the counted rows (the
+    queries and heads of KV head h with lse_estimate > -inf) of exp(scale · q·k - lse_estimate), 0 for rows
+    that stand before pos. With the exact log-sum-exp this is `attention_scores`, which needs the softmax
+    denominator before it sees the first key; an estimate saves the second pass over K. The error of
+    an estimate scales all weights of its row alike: it changes the share of the row in the mean, not the
+    order of positions within the row.
+
+    Args:
+        q: [B, Q, Hq, D] float32, float16 or bfloat16; D a multiple of 16.
+        k_cache, v_cache: [pool, Hkv, D], dtype of q, Hkv dividing Hq; rows may be strided.
+        req_to_token: [slots, W] int32, pool row of (slot, position).
+        req_pool_indices: [B] integer, slot of each request.
+        seq_lens: [B] integer, positions including those of the queries. Queries at negative positions
+            (padding rows have seq_len 0) get 0.
+        scale: factor of q·k.
+        lse_estimate: [B, Q, Hq] float32, estimate of ln Σ exp(scale · q·k) of each row.
+        num_candidates: [B] integer, at most min(S, seq_lens[b]).
+        scores: [B, Hkv, S] float32; entries from num_candidates[b] on are left as they are.
+        out: [B, Q, Hq, D] of q's dtype, allocated if None.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device does not fit, or `scores`, `lse_estimate` and
+            `num_candidates` are not all given or all None.
+        RuntimeError: the tensors are on the CPU and Triton's interpreter is off.
+
+    Safe in a CUDA graph: the grid depends on shapes only.
+    """
+    out = torch.empty_like(q) if out is None else out
+    batch_size, queries, num_heads, _ = q.shape
+    _checks.check_device(
+        OP, q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates,
+        scores, out,
+    )  # fmt: skip
+    _checks.check_cache(OP, q, k_cache, v_cache)
+    _checks.check_requests(OP, batch_size, req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens)
+    _checks.check_output(OP, "out", out, tuple(q.shape), q.dtype)
+    given = [tensor is not None for tensor in (lse_estimate, num_candidates, scores)]
+    _checks.require(
+        all(given) or not any(given), f"{OP}: lse_estimate, num_candidates and scores go together"
+    )
+    if all(given):
+        _checks.check_output(
+            OP, "lse_estimate", lse_estimate, (batch_size, queries, num_heads), torch.float32
+        )
+        _checks.check_vectors(OP, batch_size, num_candidates=num_candidates)
+        shape = (batch_size, k_cache.shape[1], scores.shape[-1])
+        _checks.check_output(OP, "scores", scores, shape, torch.float32)
+    _launch_kernels(
+        q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
+        scores, out,
+    )  # fmt: skip
+    return out
+
+
+def _launch_kernels(
+    q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
+    scores, out, block_n=64, num_splits=None, num_warps=4, num_stages=3,
+):  # fmt: skip
+    """Launch with explicit tile choices; the bench sweeps them."""
+    batch_size, queries, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    if q.numel() == 0:
+        return
+    if num_splits is None:
+        max_splits = min(64, triton.cdiv(req_to_token.shape[1], block_n))
+        pairs = batch_size * num_kv_heads
+        num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=8, max_splits=max_splits)
+    block_d = _launch.block_of(head_dim)
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        shape = (batch_size, queries, num_heads, num_splits)
+        partial_out = q.new_empty((*shape, head_dim), dtype=torch.float32)
+        partial_lse = q.new_empty(shape, dtype=torch.float32)
+    score_strides = (0, 0, 0, 0)
+    if scores is not None:
+        score_strides = (*lse_estimate.stride()[:2], *scores.stride()[:2])
+    # KV heads vary fastest: the heads of a position are neighbours in memory, and so in time.
+    _verify_kernel[(num_kv_heads, num_splits, batch_size)](
+        q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates, scores,
+        out, partial_out, partial_lse, scale * LOG2_E,
+        q.stride(0), q.stride(1), q.stride(2), k_cache.stride(0), k_cache.stride(1),
+        v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0), *score_strides,
+        out.stride(0), out.stride(1), out.stride(2),
+        GROUP=group, QUERIES=queries, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_M=_launch.block_of(queries * group), BLOCK_N=block_n, NUM_SPLITS=num_splits,
+        DOT_PRECISION=_launch.dot_precision(q.dtype), LOG2_E=LOG2_E,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine_kernel[(num_heads, queries, batch_size)](
+            partial_out, partial_lse, out, out.stride(0), out.stride(1), out.stride(2),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=num_splits,
+            BLOCK_SPLITS=triton.next_power_of_2(num_splits), num_warps=1 if num_splits <= 8 else 4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _verify_kernel(
+    q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates, scores,
+    out, partial_out, partial_lse, scale_log2,
+    stride_q_batch, stride_q_query, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
+    stride_token_slot, stride_lse_batch, stride_lse_query, stride_score_batch, stride_score_head,
+    stride_out_batch, stride_out_query, stride_out_head,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """One split of one KV head: all queries and heads of its group are the rows of one tile."""
+    kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(0) * GROUP
+    slot = tl.load(req_pool_indices + batch).to(tl.int64)
+    seq_len = tl.load(seq_lens + batch).to(tl.int32)
+    token_rows = req_to_token + slot * stride_token_slot
+    per_split = tl.cdiv(tl.cdiv(seq_len, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, seq_len)
+
+    lane = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    row = tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    q_mask = (query < QUERIES)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_tile = tl.load(
+        q + batch.to(tl.int64) * stride_q_batch
+        + (query * stride_q_query + head * stride_q_head)[:, None] + dim[None, :],
+        mask=q_mask,
+        other=0.0,
+    )  # fmt: skip
+    query_position = seq_len - QUERIES + query
+    if scores is not None:
+        candidates = tl.load(num_candidates + batch).to(tl.int32)
+        score_row = scores + batch.to(tl.int64) * stride_score_batch + kv_head * stride_score_head
+        row_lse = tl.load(
+            lse_estimate + batch * stride_lse_batch + query * stride_lse_query + head,
+            mask=query < QUERIES,
+            other=float("-inf"),
+        )
+        row_counts = row_lse > float("-inf")
+        share = tl.where(row_counts, 1.0, 0.0)
+        share = share / tl.maximum(tl.sum(share, axis=0), 1.0)
+        row_lse = tl.where(row_counts, row_lse * LOG2_E, 0.0)
+
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    k_head = k_cache + kv_head * stride_k_head
+    v_head = v_cache + kv_head * stride_v_head
+    pool_rows = tl.load(token_rows + begin + lane, mask=begin + lane < end, other=0)
+    for start in range(begin, end, BLOCK_N):
+        position = start + lane
+        kv_mask = (position < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        wide_rows = pool_rows.to(tl.int64)[:, None]
+        k = tl.load(k_head + wide_rows * stride_k_row + dim[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(v_head + wide_rows * stride_v_row + dim[None, :], mask=kv_mask, other=0.0)
+        # The next tile's row numbers arrive under this tile's arithmetic.
+        pool_rows = tl.load(token_rows + position + BLOCK_N, mask=position + BLOCK_N < end, other=0)
+
+        logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
+        seen = (position[None, :] <= query_position[:, None]) & (position < end)[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+        # A row that has seen no position yet has no finite maximum to subtract.
+        shift = tl.where(new_max > float("-inf"), new_max, 0.0)
+        weights = tl.exp2(logits - shift[:, None])
+        rescale = tl.exp2(running_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
+        running_max = new_max
+        if scores is not None:
+            # exp(logit - lse) from the weights at hand: one factor a row instead of an exp an element. The
+            # bound keeps 0 · inf away should an estimate be absurdly low.
+            to_mean = share * tl.exp2(tl.minimum(shift - row_lse, 126.0))
+            mean_weight = tl.sum(weights * to_mean[:, None], axis=0)
+            tl.store(score_row + position, mean_weight, mask=position < tl.minimum(end, candidates))
+
+    acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
+    if NUM_SPLITS == 1:
+        out_row = (
+            out + batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
+        )
+        tl.store(out_row[:, None] + dim[None, :], acc, mask=q_mask)
+    else:
+        part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
+        tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
+        tl.store(partial_lse + part, running_max + tl.log2(running_sum), mask=query < QUERIES)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_out, partial_lse, out, stride_out_batch, stride_out_query, stride_out_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one row by their (base 2) log-sum-exp."""
+    head, query, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = (batch * tl.num_programs(1) + query).to(tl.int64) * tl.num_programs(0) + head
+    split = tl.arange(0, BLOCK_SPLITS)
+    dim = tl.arange(0, BLOCK_D)
+    part = row * NUM_SPLITS + split
+    lse = tl.load(partial_lse + part, mask=split < NUM_SPLITS, other=float("-inf"))
+    mask = (split < NUM_SPLITS)[:, None] & (dim < HEAD_DIM)[None, :]
+    parts = tl.load(partial_out + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    largest = tl.max(lse, axis=0)
+    share = tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0))
+    total = tl.sum(share, axis=0)
+    merged = tl.sum(parts * share[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    out_row = out + batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
+    tl.store(out_row + dim, merged, mask=dim < HEAD_DIM)

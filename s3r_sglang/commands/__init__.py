@@ -1,0 +1,1 @@
+"""What lies behind the larger `s3r` commands."""

@@ -1,0 +1,95 @@
+"""`s3r rollout`: check the input, run the job with one engine or two, write and print the results."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from s3r_sglang import cpu, launch, prompts, report
+from s3r_sglang.rollout import Job, Response, RolloutError, Summary, run
+
+FAULTS = (prompts.PromptError, RolloutError, FileExistsError, FileNotFoundError)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command's own options; what they mean is in `s3r rollout --help`."""
+
+    model: Path
+    prompts: Path
+    out: Path
+    group_size: int
+    sampling: dict[str, Any]
+    seed: int
+    concurrency: int
+    compare: bool
+    force: bool
+
+
+def execute(request: Request, engine_argv: list[str], console: Console) -> None:
+    """Run the command; raises one of `FAULTS` with a message for the user."""
+    if request.out.exists() and not request.force:
+        raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
+    job = Job(
+        _encoded_prompts(request), request.group_size, request.sampling, request.seed, request.concurrency
+    )
+    argv = ["--model-path", str(request.model), "--log-level", "error", *engine_argv]
+    request.out.parent.mkdir(parents=True, exist_ok=True)
+
+    examples: dict[str | int, Response] = {}
+    summary, draft_length = _run(
+        "self-sparse",
+        argv,
+        True,
+        job,
+        request.out,
+        console,
+        lambda row: examples.setdefault(row.prompt_id, row),
+    )
+    columns = {"S3R": summary}
+    if request.compare:
+        dense_out = request.out.with_suffix(f".autoregressive{request.out.suffix}")
+        columns["autoregressive"], _ = _run("autoregressive", argv, False, job, dense_out, console)
+    out = Console()
+    out.print(report.summary_table(columns, draft_length))
+    out.print(report.acceptance_table(summary.acceptance(draft_length)))
+    for response in examples.values():
+        out.print(report.excerpt(response), markup=False, highlight=False)
+
+
+def _encoded_prompts(request: Request) -> list[prompts.EncodedPrompt]:
+    rows = prompts.load(request.prompts)
+    if not (request.model / "config.json").is_file():
+        raise FileNotFoundError(f"{request.model} is not a model folder; `s3r model fetch smollm2` makes one")
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(request.model)
+    tokenizer = AutoTokenizer.from_pretrained(request.model)
+    return prompts.encode(rows, tokenizer, config.max_position_embeddings, request.sampling["max_new_tokens"])
+
+
+def _run(
+    title: str,
+    argv: list[str],
+    speculative: bool,
+    job: Job,
+    out: Path,
+    console: Console,
+    on_response=lambda row: None,
+) -> tuple[Summary, int]:
+    """One engine from start to shutdown; returns the totals and the draft length (0: no speculation)."""
+    with console.status(f"{title}: starting the engine"):
+        engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
+    try:
+        with report.progress(console) as bar, out.open("w", encoding="utf-8") as file:
+            task = bar.add_task(title, total=len(job.prompts) * job.group_size)
+
+            def advance(response: Response) -> None:
+                bar.advance(task)
+                on_response(response)
+
+            summary = run(engine, job, file, advance)
+    finally:
+        engine.shutdown()
+    return summary, engine.server_args.speculative_num_steps or 0

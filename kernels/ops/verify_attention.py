@@ -9,6 +9,7 @@ from s3r_sglang.kernels.ops import _checks, _launch
 
 LOG2_E = math.log2(math.e)
 OP = "verify_attention"
+MAX_ROWS = 128  # query rows of a KV head: they stay on chip as one tile
 
 
 def verify_attention(
@@ -53,8 +54,8 @@ def verify_attention(
         `out`.
 
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit, or `scores`, `lse_estimate` and
-            `num_candidates` are not all given or all None.
+        ValueError: a shape, dtype, stride or device does not fit; Q · Hq / Hkv exceeds 128; or `scores`,
+            `lse_estimate` and `num_candidates` are not all given or all None.
         RuntimeError: the tensors are on the CPU and Triton's interpreter is off.
 
     Safe in a CUDA graph: the grid depends on shapes only.
@@ -68,6 +69,10 @@ def verify_attention(
     _checks.check_cache(OP, q, k_cache, v_cache)
     _checks.check_requests(OP, batch_size, req_to_token, req_pool_indices=req_pool_indices, seq_lens=seq_lens)
     _checks.check_output(OP, "out", out, tuple(q.shape), q.dtype)
+    rows = queries * num_heads // k_cache.shape[1]
+    _checks.require(
+        rows <= MAX_ROWS, f"{OP}: Q · Hq / Hkv = {rows} rows do not fit one tile, at most {MAX_ROWS}"
+    )
     given = [tensor is not None for tensor in (lse_estimate, num_candidates, scores)]
     _checks.require(
         all(given) or not any(given), f"{OP}: lse_estimate, num_candidates and scores go together"
@@ -88,7 +93,7 @@ def verify_attention(
 
 def _launch_kernels(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
-    scores, out, block_n=64, num_splits=None, num_warps=4, num_stages=3,
+    scores, out, block_n=64, num_splits=None, num_warps=None, num_stages=3,
 ):  # fmt: skip
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, queries, num_heads, head_dim = q.shape
@@ -100,7 +105,9 @@ def _launch_kernels(
         max_splits = min(64, triton.cdiv(req_to_token.shape[1], block_n))
         pairs = batch_size * num_kv_heads
         num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=8, max_splits=max_splits)
-    block_d = _launch.block_of(head_dim)
+    block_m, block_d = _launch.block_of(queries * group), _launch.block_of(head_dim)
+    if num_warps is None:
+        num_warps = 4 if block_m <= 64 else 8  # else the accumulator alone takes 128 registers a thread
     partial_out = partial_lse = None
     if num_splits > 1:
         shape = (batch_size, queries, num_heads, num_splits)
@@ -117,7 +124,7 @@ def _launch_kernels(
         v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0), *score_strides,
         out.stride(0), out.stride(1), out.stride(2),
         GROUP=group, QUERIES=queries, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_M=_launch.block_of(queries * group), BLOCK_N=block_n, NUM_SPLITS=num_splits,
+        BLOCK_M=block_m, BLOCK_N=block_n, NUM_SPLITS=num_splits,
         DOT_PRECISION=_launch.dot_precision(q.dtype), LOG2_E=LOG2_E,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

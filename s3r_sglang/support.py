@@ -38,6 +38,7 @@ _SWITCHES = {
     "is_embedding": "drop --is-embedding",
     "dllm_algorithm": "drop --dllm-algorithm",
     "smg_grpc_mode": "serve over HTTP, where requests are checked",
+    "use_ray": "drop --use-ray (its scheduler actors do not load plugins)",
     "speculative_draft_model_path": "drop --speculative-draft-model-path (the model drafts for itself)",
     "speculative_draft_attention_backend": "drop --speculative-draft-attention-backend",
     "speculative_draft_window_size": "drop --speculative-draft-window-size",
@@ -76,7 +77,10 @@ def refuse_unsupported(server_args: "ServerArgs") -> None:
 
 def _mode_faults(view: Any) -> Iterator[str]:
     from sglang.srt.arg_groups.overrides import attention_backends_of
+    from sglang.srt.environ import envs
 
+    if envs.SGLANG_RUST_SERVER.get():
+        yield "does not support SGLANG_RUST_SERVER: unset it, requests are not checked there"
     for field, advice in _SWITCHES.items():
         if getattr(view, field):
             yield f"does not support {field}: {advice}"

@@ -1,0 +1,128 @@
+"""The configuration itself: rules, sources and messages. Needs no SGLang."""
+
+import pytest
+from pydantic import ValidationError
+
+from s3r_sglang.config import (
+    CONFIG_ENV,
+    ConfigError,
+    S3RConfig,
+    build,
+    config_path,
+    is_self_sparse,
+    load_yaml,
+    resolve,
+)
+
+SHIPPED = ("default", "qwen3-1.7b", "qwen3-8b", "smollm2-cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_config_in_environment(monkeypatch):
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text):
+        (tmp_path / "s3r.yaml").write_text(text)
+        return str(tmp_path / "s3r.yaml")
+
+    return write
+
+
+def test_defaults_are_the_papers_setting():
+    config = S3RConfig()
+    assert (config.draft_length, config.budget_ratio, config.min_budget) == (6, 0.05, 192)
+
+
+@pytest.mark.parametrize(
+    ("context", "budget"), [(1, 1), (191, 191), (192, 192), (3840, 192), (3841, 193), (8192, 410)]
+)
+def test_budget_is_clamped_between_minimum_and_context(context, budget):
+    assert S3RConfig().budget(context) == budget
+
+
+def test_budget_of_everything_is_the_context():
+    assert S3RConfig(budget_ratio=1).budget(5000) == 5000
+
+
+def test_config_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        S3RConfig().draft_length = 3
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"draft_length": 0}, "draft_length must be greater than or equal to 1, not 0; .*num-steps"),
+        ({"draft_length": 33}, "draft_length must be less than or equal to 32, not 33"),
+        ({"budget_ratio": 0}, "budget_ratio must be greater than 0, not 0; .*--s3r-budget-ratio"),
+        ({"budget_ratio": 1.01}, "budget_ratio must be less than or equal to 1, not 1.01"),
+        ({"budget_ratio": float("nan")}, "budget_ratio must be"),
+        ({"min_budget": 0}, "min_budget must be greater than or equal to 1, not 0"),
+        ({"prompt_queries": 0}, "prompt_queries must be greater"),
+        ({"seed": -1}, "seed must be greater"),
+        (
+            {"recent_window": 193},
+            "recent_window 193 does not fit into min_budget 192: lower --s3r-recent-window",
+        ),
+        ({"recent_windw": 1}, "'recent_windw'; did you mean 'recent_window'"),
+        ({"min_budget": "many"}, "min_budget must be a valid integer"),
+    ],
+)
+def test_impossible_values_name_the_remedy(values, sentence):
+    with pytest.raises(ConfigError, match=sentence) as fault:
+        build(values)
+    assert "\n" not in str(fault.value)
+
+
+def test_later_sources_win(yaml_file, monkeypatch):
+    monkeypatch.setenv(CONFIG_ENV, yaml_file("min_budget: 100\nbudget_ratio: 0.2\ndraft_length: 4\n"))
+    from_file = resolve({})
+    assert (from_file.min_budget, from_file.budget_ratio, from_file.draft_length) == (100, 0.2, 4)
+    assert from_file.recent_window == S3RConfig().recent_window
+    flags = resolve({"s3r_min_budget": 80, "s3r_budget_ratio": None, "speculative_num_steps": 3})
+    assert (flags.min_budget, flags.budget_ratio, flags.draft_length) == (80, 0.2, 3)
+
+
+def test_config_flag_replaces_the_environments_file(yaml_file, monkeypatch):
+    monkeypatch.setenv(CONFIG_ENV, "/nowhere.yaml")
+    assert resolve({"s3r_config": yaml_file("seed: 7")}).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("budget: 0.1", "unknown setting 'budget'; did you mean 'min_budget'|'budget_ratio'"),
+        ("- 1", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_bad_files_are_named(yaml_file, text, sentence):
+    path = yaml_file(text)
+    with pytest.raises(ConfigError, match=sentence) as fault:
+        load_yaml(path)
+    assert path in str(fault.value)
+
+
+def test_missing_file_lists_the_shipped_ones():
+    with pytest.raises(ConfigError, match="neither a file nor one of default, qwen3"):
+        config_path("qwen4")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_parse(name):
+    assert set(load_yaml(name)) <= set(S3RConfig.model_fields)
+    assert isinstance(build(load_yaml(name)), S3RConfig)
+
+
+def test_all_shipped_configs_are_tested():
+    assert {path.stem for path in config_path("default").parent.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("self-sparse", True), ("SELF_SPARSE", True), ("EAGLE", False), (None, False)]
+)
+def test_both_spellings_select_the_algorithm(name, ours):
+    assert is_self_sparse(name) is ours

@@ -1,0 +1,70 @@
+"""Acceptance arithmetic, and the export through SGLang's multi-process registry."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from s3r_sglang.config import S3RConfig
+from s3r_sglang.metrics import RoundMetrics, acceptance_by_position, request_metrics
+
+
+def test_acceptance_by_position_is_the_survival_of_the_histogram():
+    assert acceptance_by_position([1, 0, 3], 3) == [0.75, 0.75, 0.0]
+    assert acceptance_by_position([], 2) == [0.0, 0.0]
+
+
+def test_request_metrics():
+    metrics = request_metrics(S3RConfig(draft_length=2), [1, 1, 2], context=8000)
+    assert metrics == {
+        "s3r_rounds": 4,
+        "s3r_accept_length": 1 + 5 / 4,
+        "s3r_acceptance_by_position": [0.75, 0.5],
+        "s3r_budget": 400,
+    }
+
+
+def test_round_metrics_add_up_over_rounds(monkeypatch):
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    metrics = RoundMetrics(S3RConfig(draft_length=3))
+    assert metrics.accept_length == 0.0
+    metrics.record([3, 0])
+    metrics.record([1])
+    assert metrics.summary() == {
+        "rounds": 3,
+        "draft_tokens": 9,
+        "accept_length": pytest.approx(1 + 4 / 3),
+        "accept_rate": pytest.approx(4 / 9),
+        "acceptance_by_position": pytest.approx([2 / 3, 1 / 3, 1 / 3]),
+    }
+
+
+WRITER = """
+from s3r_sglang.config import S3RConfig
+from s3r_sglang.metrics import RoundMetrics
+RoundMetrics(S3RConfig(draft_length=2), enabled=False).record([2])
+metrics = RoundMetrics(S3RConfig(draft_length=2))
+metrics.record([2, 1])
+metrics.record([0])
+"""
+
+
+def test_export_reaches_another_process(tmp_path):
+    """As in the server: a scheduler process writes, the HTTP process reads; a disabled rank adds nothing."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WRITER], env=environ, check=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+    lines = generate_latest(registry).decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert {name: float(value) for name, value in values.items()} == {
+        "s3r_rounds_total": 3.0,
+        "s3r_draft_tokens_total": 6.0,
+        's3r_accepted_tokens_total{position="1"}': 2.0,
+        's3r_accepted_tokens_total{position="2"}': 1.0,
+        "s3r_accept_length": 2.0,
+    }

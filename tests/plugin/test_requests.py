@@ -1,0 +1,102 @@
+"""What a request may ask for, checked on SGLang's own tokenized request."""
+
+import pytest
+
+from s3r_sglang.requests import refuse_inexact, seed_of_sample
+
+
+@pytest.fixture
+def request_of(plugin):
+    """Factory of tokenized requests with the given sampling parameters and options."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    def make(params=None, **options):
+        params = SamplingParams(**(params or {}))
+        params.normalize(tokenizer=None)
+        fields = {
+            "input_text": "",
+            "input_ids": None,
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "sampling_params": params,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+        }
+        return TokenizedGenerateReqInput(**{**fields, **options})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        ({"temperature": 0.0}, {}),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}, {}),
+        ({"frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1.0}, {}),
+        ({"logit_bias": {"3": -5.0}, "stop_token_ids": [2], "ignore_eos": True, "n": 4}, {}),
+        ({"sampling_seed": 7, "regex": "", "custom_params": {"label": "a"}}, {}),
+        ({}, {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [1, 2], "stream": True}),
+    ],
+)
+def test_exact_features_pass(request_of, params, options):
+    refuse_inexact(request_of(params, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("json_schema", "{}"),
+        ("regex", "a+"),
+        ("ebnf", "root ::= 'a'"),
+        ("structural_tag", "{}"),
+    ],
+)
+def test_inexact_parameters_are_refused(request_of, name, value):
+    with pytest.raises(ValueError, match=f"does not support {name}="):
+        refuse_inexact(request_of({name: value}))
+
+
+def test_min_new_tokens_is_refused(request_of):
+    request = request_of()
+    request.sampling_params.min_new_tokens = 3
+    with pytest.raises(ValueError, match="does not support min_new_tokens=3"):
+        refuse_inexact(request)
+
+
+def test_thinking_budget_is_refused(request_of):
+    with pytest.raises(ValueError, match="max_thinking_tokens"):
+        refuse_inexact(request_of({"custom_params": {"thinking_budget": 10}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("custom_logit_processor", "{}"),
+        ("return_hidden_states", True),
+        ("return_sampling_mask", True),
+        ("return_routed_experts", True),
+        ("lora_id", "adapter"),
+        ("input_embeds", [[0.0]]),
+        ("multi_item_delimiter_indices", [1]),
+    ],
+)
+def test_inexact_options_are_refused(request_of, name, value):
+    with pytest.raises(ValueError, match=f"does not support {name}"):
+        refuse_inexact(request_of(**{name: value}))
+
+
+def test_samples_of_a_group_get_distinct_valid_seeds():
+    seeds = [seed_of_sample(7, sample) for sample in range(64)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 64
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [seed_of_sample(7, sample) for sample in range(64)]
+    assert seed_of_sample(8, 1) not in seeds

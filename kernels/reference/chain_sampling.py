@@ -69,7 +69,7 @@ def filter_probs(
 
 
 def race_sample(
-    weights: torch.Tensor, seeds: torch.Tensor, rounds: torch.Tensor, steps: torch.Tensor | int, stream: int
+    weights: torch.Tensor, seeds: torch.Tensor, rounds: torch.Tensor, step: int, stream: int
 ) -> torch.Tensor:
     """Draw one token per row with probability proportional to its weight.
 
@@ -77,14 +77,40 @@ def race_sample(
         weights: [N, V] float32, non-negative, not normalised. A token of weight zero is never drawn unless
             the whole row is zero, which yields token 0.
         seeds, rounds: [N] int64.
-        steps: int or [N] int64.
+        step: draft step, or 0 for a stream with one draw per round.
         stream: a `Stream`.
 
     Returns:
         [N] int64 token ids.
     """
-    noise = exponentials(random_words(seeds, rounds, steps, stream, weights.shape[-1]))
+    noise = exponentials(random_words(seeds, rounds, step, stream, weights.shape[-1]))
     return torch.where(weights > 0, weights / noise, -1.0).argmax(dim=-1)
+
+
+def draft_sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    seeds: torch.Tensor,
+    rounds: torch.Tensor,
+    step: int,
+    q_out: torch.Tensor,
+) -> torch.Tensor:
+    """Write q, the unfiltered distributions of a draft step, and draw one token from each.
+
+    Args:
+        logits: [B, V], any floating dtype.
+        temperatures: [B] float32.
+        top_ks: [B] integer; a request is greedy if its value is at most 1, other values are ignored.
+        seeds, rounds: [B] int64.
+        step: draft step within the round.
+        q_out: [B, V] float32, contiguous in V; overwritten.
+
+    Returns:
+        [B] int64 token ids.
+    """
+    q_out.copy_(softmax_probs(logits[:, None], temperatures, top_ks <= 1)[:, 0])
+    return race_sample(q_out, seeds, rounds, step, Stream.DRAFT)
 
 
 def residual_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -155,10 +181,31 @@ def verify_sample(
     q_next = q[rows, num_accepted.clamp(max=num_drafts - 1)]
     all_accepted = num_accepted == num_drafts
     weights = torch.where(all_accepted[:, None], p_next, residual_weights(p_next, q_next))
-    next_token = race_sample(weights, seeds, rounds, num_accepted, Stream.RESIDUAL)
+    next_token = race_sample(weights, seeds, rounds, 0, Stream.RESIDUAL)
 
     tokens = torch.zeros(p.shape[0], num_drafts + 1, dtype=torch.int32, device=p.device)
     columns = torch.arange(num_drafts, device=p.device)
     tokens[:, :num_drafts] = draft_tokens.masked_fill(columns >= num_accepted[:, None], 0)
     tokens.scatter_(1, num_accepted[:, None], next_token.to(torch.int32)[:, None])
     return tokens, (num_accepted + 1).to(torch.int32)
+
+
+def verify_sample_from_logits(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    q: torch.Tensor,
+    seeds: torch.Tensor,
+    rounds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`verify_sample` for targets without filters.
+
+    Args:
+        logits: [B * (k + 1), V], any floating dtype.
+        temperatures, top_ks: as for `draft_sample`.
+        draft_tokens, q, seeds, rounds: as for `verify_sample`.
+    """
+    logits = logits.view(len(draft_tokens), -1, logits.shape[-1])
+    p = softmax_probs(logits, temperatures, top_ks <= 1)
+    return verify_sample(p, draft_tokens, q, seeds, rounds)

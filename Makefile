@@ -1,0 +1,54 @@
+# `make demo` and `make test` work on a bare Linux machine with Python 3.11 or 3.12; both make their own
+# environment first. Another interpreter or folder: make PYTHON=python3.12 VENV=.venv312 test
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_OUT ?= out/demo.jsonl
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV := $(shell command -v uv || echo $(VENV)-uv/bin/uv)
+MODEL := $(BIN)/s3r model fetch
+TYPED := s3r_sglang/cli.py s3r_sglang/commands s3r_sglang/config.py s3r_sglang/cpu/__init__.py \
+	s3r_sglang/doctor.py s3r_sglang/launch.py s3r_sglang/metrics.py s3r_sglang/models.py \
+	s3r_sglang/prompts.py s3r_sglang/report.py s3r_sglang/rollout.py s3r_sglang/sampling.py \
+	s3r_sglang/requests.py kernels/ops kernels/reference
+
+# The reference run on a CPU is one thread per process; more only contend with the scheduler and detokenizer.
+export OMP_NUM_THREADS ?= 1
+export PATH := $(abspath $(dir $(UV))):$(PATH)
+
+.PHONY: setup demo test quick lint clean
+
+setup: $(STAMP)
+
+$(VENV)-uv/bin/uv:
+	$(PYTHON) -m venv $(VENV)-uv
+	$(VENV)-uv/bin/pip install --quiet uv
+
+$(STAMP): pyproject.toml setup.py | $(UV)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "s3r-sglang needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11 setup"; exit 1; }
+	test -x $(BIN)/python || $(UV) venv --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python -e '.[dev,bench]'
+	touch $@
+
+demo: setup
+	$(BIN)/s3r rollout --model "$$($(MODEL) smollm2)" --prompts s3r_sglang/data/demo_prompts.jsonl \
+		--group-size 2 --max-new-tokens 96 --compare --out $(DEMO_OUT) --force
+
+test: setup
+	$(MODEL) smollm2
+	$(BIN)/python -m pytest
+
+# Everything that takes seconds.
+quick: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+
+clean:
+	rm -rf $(VENV) $(VENV)-uv

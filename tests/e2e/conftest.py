@@ -1,0 +1,76 @@
+"""Models and engines for the end-to-end tests: everything runs through SGLang's real engine."""
+
+import contextlib
+import json
+import socket
+
+import pytest
+import torch
+
+from s3r_sglang import cpu
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def run_engine(model_path, **kwargs):
+    """An `sgl.Engine` on this machine's device, shut down at the end."""
+    import sglang as sgl
+
+    device_args = {} if torch.cuda.is_available() else dict(cpu.SERVER_ARGS)
+    args = {"mem_fraction_static": 0.3, "log_level": "warning", "port": free_port(), **device_args, **kwargs}
+    engine = sgl.Engine(model_path=str(model_path), **args)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def make_tiny_llama(folder, vocab_size: int, seed: int = 0, **overrides):
+    """Write a random Llama whose next-token distribution depends strongly on the whole context."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**shape, **overrides})).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                # Sharp attention and logits: a draft that misses a position is then visibly wrong.
+                gain = 2.5 if "q_proj" in name or "k_proj" in name else 1.0
+                weight.normal_(0.0, gain * weight.shape[1] ** -0.5)
+        model.lm_head.weight.mul_(2.0)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """(folder, transformers model) of a random Llama with 4 tokens."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    return folder, make_tiny_llama(folder, vocab_size=4)
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """Factory of engines, see `run_engine`."""
+    return run_engine

@@ -26,7 +26,8 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
 # Triton's interpreter multiplies bfloat16 tiles as raw bits, so that type is left to the GPU.
-DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
+HALF_DTYPES = [torch.bfloat16, torch.float16] if DEVICE.type == "cuda" else [torch.float16]
+GQA = [(3, 1), (2, 2), (3, 3), (2, 4), (1, 6)]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,36 @@ def tolerance():
     return TOLERANCES.__getitem__
 
 
-@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def dtype(request) -> torch.dtype:
-    return request.param
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+# (Hkv, Hq / Hkv, D, dtype): float32 for all, and each half type once per head size.
+HEADS = [
+    *((*heads, head_dim, torch.float32) for heads in GQA for head_dim in (64, 128)),
+    *((*heads, dtype) for heads in ((3, 3, 64), (2, 4, 128)) for dtype in HALF_DTYPES),
+]
+
+
+@pytest.fixture(params=HEADS, ids=lambda heads: "-".join(map(str, heads)).replace("torch.", ""))
+def heads(request) -> dict:
+    """Head counts, head size and dtype as keyword arguments of make_batch."""
+    return dict(zip(("num_kv_heads", "group", "head_dim", "dtype"), request.param, strict=True))
+
+
+@pytest.fixture
+def capture():
+    """Capture a call in a CUDA graph, after an eager run, and return its replay."""
+    if DEVICE.type != "cuda":
+        pytest.skip("needs a CUDA device")
+
+    def capture_call(call):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    return capture_call

@@ -38,13 +38,11 @@ def call(attend, batch, **kwargs):
 
 
 @implementations
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (2, 2), (3, 3), (2, 4), (1, 6)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_equals_causal_softmax(attend, num_kv_heads, group, head_dim, make_batch, tolerance, dtype):
-    batch = make_batch([70, 7, 33], 7, num_kv_heads, group, head_dim, dtype)
+def test_equals_causal_softmax(attend, heads, make_batch, tolerance):
+    batch = make_batch([70, 7, 33], 7, **heads)
     out = call(attend, batch)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected(batch)[0], **tolerance(dtype))
+    assert out.dtype == heads["dtype"]
+    torch.testing.assert_close(out.double(), expected(batch)[0], **tolerance(heads["dtype"]))
 
 
 @implementations
@@ -110,6 +108,31 @@ def test_queries_at_negative_positions_get_zero(attend, make_batch, tolerance):
     assert (out[1] == 0).all()
     assert (out[2, :2] == 0).all()
     assert (scores[1:] == UNTOUCHED).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_graph_follows_new_lengths(num_splits, capture, make_batch, tolerance, monkeypatch):
+    monkeypatch.setattr(op_module._launch, "num_splits", lambda *args, **kwargs: num_splits)
+    batch = make_batch([700, 90], 7, 2, 4, 128, torch.bfloat16)
+    want_out, lse = expected(batch)
+    lengths, estimate = batch.seq_lens.clone(), lse.float()
+    batch.seq_lens.zero_()
+    candidates = torch.zeros_like(lengths)
+    out, scores = torch.empty_like(batch.q), torch.zeros(2, 2, 700, device=batch.q.device)
+    kwargs = {"lse_estimate": estimate, "num_candidates": candidates, "scores": scores, "out": out}
+    replay = capture(lambda: call(op_module.verify_attention, batch, **kwargs))
+    batch.seq_lens.copy_(lengths)
+    candidates.copy_(torch.tensor([650, 80]))
+    replay()
+    torch.testing.assert_close(out.double(), want_out, **tolerance(torch.bfloat16))
+    want = (causal_logits(batch, 0) - lse[0].T.unflatten(0, (2, 4))[..., None]).exp().mean((1, 2))
+    torch.testing.assert_close(scores[0, :, :650].double(), want[:, :650], **tolerance(torch.float32))
+
+
+def test_refuses_more_rows_than_a_tile(make_batch):
+    with pytest.raises(ValueError, match="132 rows do not fit one tile"):
+        call(op_module.verify_attention, make_batch([40], num_queries=33, num_kv_heads=1, group=4))
 
 
 def test_score_arguments_go_together(make_batch):

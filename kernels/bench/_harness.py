@@ -1,0 +1,183 @@
+"""What the attention benches share: shapes, paged inputs, timing in a CUDA graph, table and JSON.
+
+A bench first checks the op against its reference on the very inputs it times, and reports no time for a
+wrong result. Times are medians over replays of a CUDA graph that runs the op on rotating inputs, as the
+layers of a model do, so launch gaps count and the L2 cache (50 MB on an H200) does not help.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.testing
+from triton.runtime.errors import OutOfResources
+
+ROTATION = 8
+# Relative error of a bfloat16 result (Frobenius norm): the output and the softmax weights are each rounded
+# to 8 bits, about 2e-3 apiece.
+MAX_RELATIVE_ERROR = 1e-2
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch_size: int
+    seq_len: int
+    num_kv_heads: int
+    group: int
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        heads = f"{self.num_kv_heads * self.group}/{self.num_kv_heads}x{self.head_dim}"
+        return f"{self.batch_size}x{self.seq_len} {heads}"
+
+
+SHAPES = [
+    Shape(batch_size, seq_len, *heads)
+    for heads in ((8, 4), (2, 6))  # Qwen3-8B, Qwen2.5-1.5B
+    for batch_size, seq_len in ((64, 8192), (32, 16384), (16, 32768), (1, 8192))
+]
+SMALL = Shape(3, 300, 2, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedInputs:
+    """Bfloat16 caches with every position of every request in a random pool row (page size 1)."""
+
+    shape: Shape
+    q: torch.Tensor  # [ROTATION, B, Q, Hq, D]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of an op: a call per rotating input, its counted traffic, and its check."""
+
+    calls: list[Callable[[], Any]]
+    bytes_per_call: int
+    check: Callable[[], None]  # raises AssertionError
+
+
+def paged_inputs(shape: Shape, num_queries: int) -> PagedInputs:
+    rows = shape.batch_size * shape.seq_len
+    cache = (rows, shape.num_kv_heads, shape.head_dim)
+    heads = shape.num_kv_heads * shape.group
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    return PagedInputs(
+        shape=shape,
+        # Logits of standard deviation 2: a softmax neither flat nor one-hot.
+        q=2 * torch.randn(ROTATION, shape.batch_size, num_queries, heads, shape.head_dim, **like),
+        k_cache=torch.randn(cache, **like),
+        v_cache=torch.randn(cache, **like),
+        req_to_token=torch.randperm(rows, device="cuda").view(shape.batch_size, -1).int(),
+        req_pool_indices=torch.arange(shape.batch_size, device="cuda"),
+        seq_lens=torch.full((shape.batch_size,), shape.seq_len, device="cuda"),
+    )
+
+
+def assert_close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    got, want = got.double(), want.double()
+    error = ((got - want).norm() / want.norm()).item()
+    assert error <= MAX_RELATIVE_ERROR, f"{name}: relative error {error:.2e}"
+
+
+def copy_ceiling() -> float:
+    """TB/s (read + written) of a device copy of 2 GiB."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.nbytes / milliseconds / 1e9
+
+
+def microseconds_per_call(calls: list[Callable[[], Any]]) -> float:
+    """Median device time of a call within a CUDA graph of all of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, and fills the workspaces that a capture must not create
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return triton.testing.do_bench(graph.replay, return_mode="median") * 1e3 / len(calls)
+
+
+def grid(**options: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of tile options."""
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+
+
+def measure(shape: Shape, variant: str, tiles: dict[str, Any], case: Case) -> dict[str, Any]:
+    row = {"shape": str(shape), "variant": variant, "tiles": tiles, "status": "ok"}
+    try:
+        case.check()
+        row["us"] = microseconds_per_call(case.calls)
+        row["tb_per_s"] = case.bytes_per_call / row["us"] / 1e6
+    except AssertionError as error:
+        row["status"] = f"WRONG: {error}"
+    except OutOfResources:
+        row["status"] = "tile does not fit"
+    return row
+
+
+def print_row(row: dict[str, Any], ceiling: float) -> None:
+    tiles = " ".join(f"{name}={value}" for name, value in row["tiles"].items()) or "default"
+    result = row["status"]
+    if "us" in row:
+        share = row["tb_per_s"] / ceiling
+        result = f"{row['us']:9.1f} us {row['tb_per_s']:6.2f} TB/s {share:5.0%} of copy"
+    print(f"{row['shape']:>20}  {row['variant']:<12} {result}  {tiles}", flush=True)
+
+
+def main(
+    op: str,
+    make_inputs: Callable[[Shape], Any],
+    make_case: Callable[[Any, str, dict[str, Any]], Case],
+    variants: list[str],
+    sweep: list[dict[str, Any]],
+    baselines: tuple[str, ...] = (),
+) -> None:
+    """Command line of a bench; `baselines` are variants without tiles to sweep."""
+    parser = argparse.ArgumentParser(description=f"Check and time {op}.")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--sweep", action="store_true", help="time every tile choice, best first")
+    parser.add_argument("--shapes", nargs="*", help="only these, as BATCHxLENGTH, such as 64x8192")
+    parser.add_argument("--variants", nargs="*", default=variants, choices=variants)
+    args = parser.parse_args()
+
+    ceiling = copy_ceiling()
+    print(f"{op} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s")
+    small = make_inputs(SMALL)
+    for variant in args.variants:
+        make_case(small, variant, {}).check()
+    rows = []
+    for shape in SHAPES:
+        if args.shapes and f"{shape.batch_size}x{shape.seq_len}" not in args.shapes:
+            continue
+        inputs = make_inputs(shape)
+        for variant in args.variants:
+            choices = [{}, *(sweep if args.sweep and variant not in baselines else [])]
+            found = [measure(shape, variant, tiles, make_case(inputs, variant, tiles)) for tiles in choices]
+            for row in sorted(found, key=lambda row: row.get("us", float("inf"))):
+                print_row(row, ceiling)
+            rows += found
+        del inputs
+    if args.json:
+        report = {"op": op, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1))
+    if any(row["status"].startswith("WRONG") for row in rows):
+        raise SystemExit(f"{op}: some results are wrong")

@@ -10,10 +10,13 @@ Memory: q is the one large buffer, 4 * B * k * V bytes: 933 MB for B = 256, k = 
 B = 64). The partial results of the splits take less than 100 KB.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from s3r_sglang.kernels.ops._checks import check_device, require
+from s3r_sglang.kernels.ops._launch import num_multiprocessors
 from s3r_sglang.kernels.ops.philox import coin, exponentials_of_lanes
 from s3r_sglang.kernels.reference.philox import Stream
 
@@ -21,10 +24,23 @@ _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _RESIDUAL = tl.constexpr(int(Stream.RESIDUAL))
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
-_BLOCK = 2048
-_NUM_WARPS = 8
-# Programs to aim for: four of 8 warps fit an SM at once, and an H200 has 132 SMs.
-_TARGET_PROGRAMS = 528
+
+class _Tiles(NamedTuple):
+    """Launch shape of the passes over the vocabulary.
+
+    Attributes:
+        block: tokens per iteration of a program, a multiple of 4.
+        num_warps: warps per program.
+        programs_per_sm: what to split rows for. The verify race, with 126 registers a thread, fits two
+            programs of 8 warps on an SM, the other passes at least three.
+    """
+
+    block: int = 2048
+    num_warps: int = 8
+    programs_per_sm: int = 4
+
+
+_TILES = _Tiles()
 
 
 @triton.jit
@@ -215,22 +231,23 @@ def _verify_winner_kernel(
     tl.store(accept_lens + request, accepted + 1)
 
 
-def _split(rows: int, vocab: int) -> tuple[int, int]:
+def _split(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
     """Number of chunks per row (a power of two) and tokens per chunk; depends on shapes alone."""
-    most = triton.cdiv(vocab, _BLOCK)
-    splits = min(triton.next_power_of_2(triton.cdiv(_TARGET_PROGRAMS, rows)), triton.next_power_of_2(most))
-    return splits, triton.cdiv(most, splits) * _BLOCK
+    blocks = triton.cdiv(vocab, _TILES.block)
+    wanted = triton.cdiv(_TILES.programs_per_sm * num_multiprocessors(device), rows)
+    splits = triton.next_power_of_2(min(wanted, blocks))
+    return splits, triton.cdiv(blocks, splits) * _TILES.block
 
 
 def _row_stats(logits, temperatures, rows_per_request):
     """Launch the first pass; returns (maxima, sums, argmaxes) of shape [rows, splits]."""
     rows, vocab = logits.shape
-    splits, chunk = _split(rows, vocab)
+    splits, chunk = _split(rows, vocab, logits.device)
     maxima = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
     sums, argmaxes = torch.empty_like(maxima), torch.empty_like(maxima, dtype=torch.int32)
     _row_stats_kernel[(rows, splits)](
         logits, temperatures, maxima, sums, argmaxes, vocab, chunk, logits.stride(0), rows_per_request,
-        SPLITS=splits, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        SPLITS=splits, BLOCK=_TILES.block, num_warps=_TILES.num_warps,
     )  # fmt: skip
     return maxima, sums, argmaxes
 
@@ -284,7 +301,7 @@ def draft_sample(
 def _draft_race(source, distribution, seeds, rounds, step, stream):
     """Race over rows of weights, or of logits if their (temperatures, top_ks, *stats, q_out) are given."""
     rows, vocab = source.shape
-    splits, chunk = _split(rows, vocab)
+    splits, chunk = _split(rows, vocab, source.device)
     scores = torch.empty(rows, splits, dtype=torch.float32, device=source.device)
     tokens = torch.empty_like(scores, dtype=torch.int32)
     out = torch.empty(rows, dtype=torch.int64, device=source.device)
@@ -292,8 +309,8 @@ def _draft_race(source, distribution, seeds, rounds, step, stream):
     _draft_race_kernel[(rows, splits)](
         source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step,
         int(stream), vocab, chunk, source.stride(0), q_out.stride(0),
-        FROM_LOGITS=distribution is not None, STATS_SPLITS=splits, SPLITS=splits, BLOCK=_BLOCK,
-        num_warps=_NUM_WARPS,
+        FROM_LOGITS=distribution is not None, STATS_SPLITS=splits, SPLITS=splits, BLOCK=_TILES.block,
+        num_warps=_TILES.num_warps,
     )  # fmt: skip
     _draft_winner_kernel[(rows,)](scores, tokens, out, SPLITS=splits, num_warps=1)
     return out
@@ -341,12 +358,12 @@ def _verify_race(op, source, temperature_and_top_k, draft_tokens, q, seeds, roun
     draft_tokens = draft_tokens.contiguous()
 
     from_logits = temperature_and_top_k is not None
-    stats_splits = _split(len(source), vocab)[0]
+    stats_splits = _split(len(source), vocab, source.device)[0]
     distribution = (source,) * 5
     if from_logits:
         stats = _row_stats(source, temperature_and_top_k[0], rows_per_request=num_drafts + 1)
         distribution = (*temperature_and_top_k, *stats)
-    splits, chunk = _split(batch_size, vocab)
+    splits, chunk = _split(batch_size, vocab, source.device)
     scores = torch.empty(2, batch_size, splits, dtype=torch.float32, device=q.device)
     partial_tokens = torch.empty_like(scores, dtype=torch.int32)
     tokens = torch.empty(batch_size, num_drafts + 1, dtype=torch.int32, device=q.device)
@@ -355,7 +372,7 @@ def _verify_race(op, source, temperature_and_top_k, draft_tokens, q, seeds, roun
         source, *distribution, draft_tokens, q, num_accepted, scores, partial_tokens, seeds, rounds,
         batch_size, vocab, chunk, source.stride(0), q.stride(0), q.stride(1),
         FROM_LOGITS=from_logits, NUM_DRAFTS=num_drafts, STATS_SPLITS=stats_splits, SPLITS=splits,
-        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        BLOCK=_TILES.block, num_warps=_TILES.num_warps,
     )  # fmt: skip
     _verify_winner_kernel[(batch_size,)](
         num_accepted, scores, partial_tokens, draft_tokens, tokens, accept_lens, batch_size,

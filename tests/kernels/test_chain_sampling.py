@@ -8,6 +8,7 @@ within float rounding, or a coin lies within rounding of p / q.
 import pytest
 import torch
 from s3r_sglang.kernels.ops import chain_sampling as ops
+from s3r_sglang.kernels.ops._launch import num_multiprocessors
 from s3r_sglang.kernels.reference import chain_sampling as reference
 from s3r_sglang.kernels.reference.philox import Stream
 
@@ -20,8 +21,9 @@ BATCH, DRAFTS = 4, 3
 @pytest.fixture(autouse=True, params=[32, 256], ids=["many blocks", "one block"])
 def block(request, monkeypatch):
     """Small blocks make a small vocabulary span several chunks and several blocks of a chunk."""
-    monkeypatch.setattr(ops, "_BLOCK", request.param)
-    monkeypatch.setattr(ops, "_TARGET_PROGRAMS", 8)
+    # 4 requests: two chunks a row in the race, one in the verify statistics.
+    programs = max(1, 8 // num_multiprocessors(torch.device(DEVICE)))
+    monkeypatch.setattr(ops, "_TILES", ops._Tiles(request.param, num_warps=4, programs_per_sm=programs))
 
 
 def make_inputs(vocab, dtype=torch.float32, greedy_rows=(1,), seed=0):

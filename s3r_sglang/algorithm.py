@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 NAMES = (ALGORITHM, ALGORITHM.replace("_", "-"))
 
 # The built-in algorithms default to 48, sized for the memory of a second model. Ours has none, and the paper
-# runs up to 256 requests per replica.
+# runs up to 256 requests per replica. On a CPU, SGLang's own default would be 4,096 request slots.
 DEFAULT_MAX_RUNNING_REQUESTS = 256
 
 
@@ -40,10 +40,10 @@ class S3RAlgorithm(CustomSpecAlgo):
         return True
 
     def handle_server_args(self, server_args: "ServerArgs") -> None:
-        """Fill the defaults that depend on the device; the draft's shape was set in ServerArgs.__init__."""
+        """Fill the remaining defaults; the shape of the draft was set in ServerArgs.__init__."""
         server_args.speculative_algorithm = ALGORITHM
         _disable_overlap_schedule_for_cpu(server_args)
-        if server_args.max_running_requests is None and server_args.device != "cpu":
+        if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         logger.info("S3R effective configuration: %s", config_of(server_args).model_dump_json())
 

@@ -1,47 +1,20 @@
-"""The SGLang symbols that the round is written against: a port to another release starts here.
+"""The one SGLang release that this package is written for.
 
-The hooks name their targets in `s3r_sglang.plugin`; nothing else in the package imports SGLang's internals at
-module level.
+Imported by the plugin's entry point, so nothing here may import SGLang's internals at module level.
 """
 
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
-from sglang.srt.environ import envs
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+TESTED_SGLANG = "0.5.17"
 
-__all__ = [
-    "AttentionBackend",
-    "BaseSpecWorker",
-    "ForwardBatch",
-    "ForwardContext",
-    "ForwardMode",
-    "GenerationBatchResult",
-    "KVWriteLoc",
-    "LogitsProcessorOutput",
-    "ModelRunner",
-    "OutputLogprobProcessor",
-    "ParallelState",
-    "RadixAttention",
-    "Req",
-    "ScheduleBatch",
-    "ServerArgs",
-    "SpecInput",
-    "SpecInputType",
-    "TorchNativeAttnBackend",
-    "TpModelWorker",
-    "envs",
-    "forward_context",
-]
+
+def require_tested_sglang() -> None:
+    """Raise RuntimeError unless the installed SGLang is the release that the hooks were written for.
+
+    They reach into private functions, so on another release they could be in place and yet do nothing.
+    """
+    from sglang.version import __version__
+
+    if __version__ != TESTED_SGLANG:
+        raise RuntimeError(
+            f"s3r-sglang works with SGLang {TESTED_SGLANG} only, not {__version__}: "
+            f"run pip install sglang=={TESTED_SGLANG}."
+        )

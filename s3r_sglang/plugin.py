@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from s3r_sglang.compat import require_tested_sglang
 from s3r_sglang.patches import kv_cache_builder, scheduler, server_args, tokenizer_manager, verify_input
-
-TESTED_SGLANG = "0.5.17"
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,6 @@ def register() -> None:
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
     register_algorithm()
-
-
-def require_tested_sglang() -> None:
-    """Raise RuntimeError unless SGLang is the release that the hooks were written for.
-
-    They reach into private functions, so on another release they could be in place and yet do nothing.
-    """
-    from sglang.version import __version__
-
-    if __version__ != TESTED_SGLANG:
-        raise RuntimeError(
-            f"s3r-sglang works with SGLang {TESTED_SGLANG} only, not {__version__}: "
-            f"run pip install sglang=={TESTED_SGLANG}."
-        )
 
 
 def assert_installed() -> None:

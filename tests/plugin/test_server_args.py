@@ -237,9 +237,6 @@ def test_overlap_is_off_on_a_cpu(make_args):
     assert make_args(disable_overlap_schedule=False).disable_overlap_schedule is True
 
 
-def test_gpu_defaults_to_the_papers_concurrency(make_args):
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    args = make_args()
-    assert args.max_running_requests == (256 if args.device == "cuda" else None)
-    assert SpeculativeAlgorithm.from_string(args.speculative_algorithm).supports_overlap
+def test_concurrency_defaults_to_the_papers(make_args):
+    assert make_args().max_running_requests == 256
+    assert make_args(max_running_requests=8).max_running_requests == 8

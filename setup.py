@@ -27,7 +27,8 @@ setup(
     packages=packages(),
     package_dir={"s3r_sglang": "s3r_sglang", **MOUNTS},
     package_data={
-        "s3r_sglang": ["py.typed", "data/*"],
+        # The sgl_kernel stand-in is a search-path entry, not a package of ours.
+        "s3r_sglang": ["py.typed", "data/*", "cpu/standin/sgl_kernel/*.py"],
         "s3r_sglang.configs": ["*.yaml"],
         "s3r_sglang.patches": ["INVENTORY.md"],
     },

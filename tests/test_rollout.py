@@ -1,0 +1,219 @@
+"""Prompt files and the rollout job: order, seeds, totals, and what happens when a response fails."""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from s3r_sglang import models, prompts, rollout
+from s3r_sglang.prompts import EncodedPrompt, Prompt, PromptError
+from s3r_sglang.rollout import Job, Response, RolloutError, Summary
+
+DEMO = Path(prompts.__file__).parent / "data" / "demo_prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "a row must be a JSON object, not list"),
+        ('{"prompt": "x"}', 'needs an "id"'),
+        ('{"id": true, "prompt": "x"}', 'needs an "id"'),
+        ('{"id": 1}', 'exactly one of "prompt", "messages", "token_ids"; has none'),
+        ('{"id": 1, "prompt": "x", "token_ids": [1]}', 'has "prompt" and "token_ids"'),
+        ('{"id": 1, "prompt": ""}', '"prompt" must be a non-empty string'),
+        ('{"id": 1, "messages": [{"role": "user"}]}', '"messages" must hold objects'),
+        ('{"id": 1, "token_ids": [1, -2]}', '"token_ids" must be a non-empty list of token ids'),
+        ('{"id": 1, "token_ids": [1, true]}', '"token_ids" must be a non-empty list of token ids'),
+        ('{"id": 0, "prompt": "x"}', "id 0 was used before, at .*:1"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, fault):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 0, "prompt": "fine"}\n\n' + line + "\n")
+    with pytest.raises(PromptError, match=fault) as error:
+        prompts.load(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+
+
+def test_an_empty_or_missing_file_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(PromptError, match="holds no prompts"):
+        prompts.load(tmp_path / "empty.jsonl")
+    with pytest.raises(PromptError, match="cannot be read"):
+        prompts.load(tmp_path / "missing.jsonl")
+
+
+def test_the_demo_prompts_load():
+    rows = prompts.load(DEMO)
+    assert [row.id for row in rows] == ["bus", "garden", "paint", "average", "python-execution-model"]
+    assert len(rows[-1].messages[0]["content"]) > 12_000
+
+
+def words(text: str) -> SimpleNamespace:
+    return SimpleNamespace(input_ids=[len(word) for word in text.split()])
+
+
+class Tokenizer:
+    """A word becomes its length; enough of the interface of transformers for `encode`."""
+
+    chat_template = None
+
+    def __call__(self, text):
+        return words(text)
+
+    def __len__(self):
+        return 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [
+        (Prompt("f:1", 1, token_ids=[3, 10]), "f:1: token id 10 is outside the vocabulary of 10"),
+        (Prompt("f:2", 1, token_ids=[1] * 9), "f:2: 9 prompt tokens and 8 new ones exceed the 16 positions"),
+        (
+            Prompt("f:3", 1, messages=[{"role": "user", "content": "x"}]),
+            "f:3: the model has no chat template",
+        ),
+    ],
+)
+def test_a_prompt_that_does_not_fit_the_model_is_refused(prompt, fault):
+    with pytest.raises(PromptError, match=fault):
+        prompts.encode([prompt], Tokenizer(), context_length=16, max_new_tokens=8)
+
+
+def test_text_and_token_ids_are_encoded():
+    rows = [Prompt("f:1", "a", prompt="one three"), Prompt("f:2", "b", token_ids=[9] * 8)]
+    assert prompts.encode(rows, Tokenizer(), context_length=16, max_new_tokens=8) == [
+        EncodedPrompt("a", [3, 5]),
+        EncodedPrompt("b", [9] * 8),
+    ]
+
+
+def job(group_size=3, seed=0, concurrency=256) -> Job:
+    rows = [EncodedPrompt(name, [number + 1] * 4) for number, name in enumerate("abcd")]
+    return Job(rows, group_size, {"max_new_tokens": 8, "temperature": 1.0}, seed, concurrency)
+
+
+def test_seeds_differ_everywhere_and_do_not_depend_on_the_group_size():
+    seeds = [job().seed_of(prompt, sample) for prompt in range(64) for sample in range(64)]
+    assert len(set(seeds)) == 64 * 64
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert job(group_size=8).seed_of(2, 1) == job(group_size=2).seed_of(2, 1)
+    assert job(seed=1).seed_of(2, 1) != job(seed=0).seed_of(2, 1)
+
+
+def test_totals_follow_from_the_histogram():
+    summary = Summary(seconds=4.0)
+    row = Response("a", 0, [1] * 10, "", [0.0] * 10, "length", 3, 3.0)
+    summary.add(row, [1, 0, 2])
+    summary.add(row, [0, 0, 0, 1])
+    assert (summary.responses, summary.tokens, summary.rounds) == (2, 20, 4)
+    assert summary.histogram == [1, 0, 2, 1]
+    assert summary.accept_length == 1 + 7 / 4
+    assert summary.acceptance(3) == [0.75, 0.75, 0.25]
+    assert summary.tokens_per_second == 5.0
+
+
+def test_totals_without_speculation_have_no_accept_length():
+    summary = Summary()
+    summary.add(Response("a", 0, [1], "", [0.0], "stop", None, None), [])
+    assert summary.accept_length is None
+    assert summary.tokens_per_second == 0.0
+
+
+class ScriptedEngine:
+    """Answers requests in a set order, one of them with an abort: what no real engine does on cue."""
+
+    def __init__(self, delays=(), aborts=()):
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = self
+        self.delays, self.aborts = dict(delays), set(aborts)
+        self.running = self.most_running = 0
+        self.flushed = False
+
+    async def flush_cache(self):
+        self.flushed = True
+
+    async def async_generate(self, input_ids, sampling_params, return_logprob=False):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        prompt = input_ids[0]
+        for _ in range(self.delays.get(prompt, 1)):
+            await asyncio.sleep(0)
+        self.running -= 1
+        failed = prompt in self.aborts and self.flushed
+        reason = {"type": "abort", "message": "out of memory"} if failed else {"type": "stop"}
+        logprobs = [(-0.5, 7, None), (-0.25, 8, None)]
+        meta = {"finish_reason": reason, "output_token_logprobs": logprobs}
+        return {"text": str(sampling_params.get("sampling_seed")), "meta_info": meta}
+
+
+def test_the_rows_of_a_group_are_together_and_groups_come_as_they_finish():
+    out, seen = io.StringIO(), []
+    engine = ScriptedEngine(delays={1: 50})
+    summary = rollout.run(engine, job(), out, seen.append)
+    rows = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [row["prompt_id"] for row in rows] == list("bbbcccdddaaa")
+    assert [row["group_index"] for row in rows] == [0, 1, 2] * 4
+    assert rows[0] == {
+        "prompt_id": "b",
+        "group_index": 0,
+        "token_ids": [7, 8],
+        "text": str(job().seed_of(1, 0)),
+        "logprobs": [-0.5, -0.25],
+        "finish_reason": "stop",
+        "rounds": None,
+        "accept_length": None,
+    }
+    assert len(seen) == summary.responses == 12
+    assert engine.flushed
+
+
+def test_no_more_responses_are_in_progress_than_asked_for():
+    engine = ScriptedEngine()
+    rollout.run(engine, job(concurrency=2))
+    assert engine.most_running == 2
+
+
+def test_an_incomplete_group_is_never_written():
+    out = io.StringIO()
+    with pytest.raises(RolloutError, match="prompt 'c', response 0: out of memory"):
+        rollout.run(ScriptedEngine(delays={3: 50}, aborts={3}), job(), out)
+    assert {json.loads(line)["prompt_id"] for line in out.getvalue().splitlines()} == {"a", "b", "d"}
+
+
+@pytest.mark.slow
+def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
+    """Real engines: S3R and autoregressive on the same prompts; greedy, so that both give the same tokens."""
+    questions = [{"id": 7, "prompt": "The capital of France is"}, {"id": "b", "token_ids": [504, 3575, 282]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    command = [sys.executable, "-c", "from s3r_sglang.cli import main; main()", "rollout"]
+    command += ["--model", str(models.fetch("smollm2")), "--prompts", str(tmp_path / "prompts.jsonl")]
+    command += ["--out", str(tmp_path / "out" / "rows.jsonl"), "--group-size", "2", "--max-new-tokens", "12"]
+    command += ["--temperature", "0", "--compare", "--s3r-min-budget", "64", "--dtype", "float32"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def read(name):
+        return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
+
+    rows, dense = read("rows.jsonl"), read("rows.autoregressive.jsonl")
+    key = lambda row: (str(row["prompt_id"]), row["group_index"])  # noqa: E731
+    assert sorted(map(key, rows)) == [("7", 0), ("7", 1), ("b", 0), ("b", 1)]
+    assert {key(row): row["token_ids"] for row in rows} == {key(row): row["token_ids"] for row in dense}
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["logprobs"]) == 12
+        assert row["finish_reason"] == "length"
+        assert row["rounds"] >= 2
+        assert 1 <= row["accept_length"] <= 7
+    assert " Paris" in rows[[row["prompt_id"] for row in rows].index(7)]["text"]
+    for words_of_the_summary in ("autoregressive", "ratio", "Acceptance by draft position", "7 [0]:"):
+        assert words_of_the_summary in done.stdout

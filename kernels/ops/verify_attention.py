@@ -73,17 +73,18 @@ def verify_attention(
     _checks.require(
         rows <= MAX_ROWS, f"{OP}: Q · Hq / Hkv = {rows} rows do not fit one tile, at most {MAX_ROWS}"
     )
-    given = [tensor is not None for tensor in (lse_estimate, num_candidates, scores)]
-    _checks.require(
-        all(given) or not any(given), f"{OP}: lse_estimate, num_candidates and scores go together"
-    )
-    if all(given):
+    if lse_estimate is not None and num_candidates is not None and scores is not None:
         _checks.check_output(
             OP, "lse_estimate", lse_estimate, (batch_size, queries, num_heads), torch.float32
         )
         _checks.check_vectors(OP, batch_size, num_candidates=num_candidates)
         shape = (batch_size, k_cache.shape[1], scores.shape[-1])
         _checks.check_output(OP, "scores", scores, shape, torch.float32)
+    else:
+        _checks.require(
+            lse_estimate is None and num_candidates is None and scores is None,
+            f"{OP}: lse_estimate, num_candidates and scores go together",
+        )
     _launch_kernels(
         q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
         scores, out,
@@ -93,7 +94,7 @@ def verify_attention(
 
 def _launch_kernels(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
-    scores, out, block_n=64, num_splits=None, num_warps=None, num_stages=3,
+    scores, out, block_n=None, num_splits=None, num_warps=None, num_stages=3,
 ):  # fmt: skip
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, queries, num_heads, head_dim = q.shape
@@ -101,6 +102,8 @@ def _launch_kernels(
     group = num_heads // num_kv_heads
     if q.numel() == 0:
         return
+    if block_n is None:
+        block_n = 128 // q.element_size()  # float32 tiles of 64 positions would spill
     if num_splits is None:
         max_splits = min(64, triton.cdiv(req_to_token.shape[1], block_n))
         pairs = batch_size * num_kv_heads

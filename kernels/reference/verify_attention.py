@@ -17,6 +17,8 @@ def verify_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Contract of `s3r_sglang.kernels.ops.verify_attention`."""
+    if len({lse_estimate is None, num_candidates is None, scores is None}) > 1:
+        raise ValueError("verify_attention: lse_estimate, num_candidates and scores go together")
     out = torch.empty_like(q) if out is None else out
     num_queries, num_kv_heads = q.shape[1], k_cache.shape[1]
     for b, (slot, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
@@ -34,7 +36,7 @@ def verify_attention(
         attended = (logits.softmax(dim=-1).flatten(1, 2) @ v).unflatten(1, queries.shape[1:3])
         attended[:, query_positions < 0] = 0  # no such position: its softmax is over nothing
         out[b] = attended.permute(1, 0, 2, 3).reshape(q.shape[1:]).to(out.dtype)
-        if scores is not None:
+        if scores is not None and lse_estimate is not None and num_candidates is not None:
             grouped_lse = lse_estimate[b].unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2)[..., None]
             counted = grouped_lse > -torch.inf
             weights = torch.where(counted, (logits - grouped_lse).exp(), 0).sum(dim=(1, 2))

@@ -135,7 +135,8 @@ def test_refuses_more_rows_than_a_tile(make_batch):
         call(op_module.verify_attention, make_batch([40], num_queries=33, num_kv_heads=1, group=4))
 
 
-def test_score_arguments_go_together(make_batch):
+@implementations
+def test_score_arguments_go_together(attend, make_batch):
     batch = make_batch([20], num_queries=2)
     with pytest.raises(ValueError, match="go together"):
-        call(op_module.verify_attention, batch, scores=torch.empty(1, 2, 20, device=batch.q.device))
+        call(attend, batch, scores=torch.empty(1, 2, 20, device=batch.q.device))

@@ -41,8 +41,8 @@ def attention_scores(
         num_candidates: [B] integer, at most min(S, seq_lens[b]).
         scale: factor of q·k.
         out: [B, Hkv, S] float32.
-        lse: [B, Q, Hq] float32, ln Σ exp(scale · q·k) of each query if the forward kept it; it saves the
-            first of two passes over K. Entries of queries that do not count are not read.
+        lse: [B, Q, Hq] float32 of any strides, ln Σ exp(scale · q·k) of each query if the forward kept it;
+            it saves the first of two passes over K. Entries of queries that do not count are not read.
 
     Returns:
         `out`.
@@ -64,7 +64,10 @@ def attention_scores(
     )  # fmt: skip
     _checks.check_output(OP, "out", out, (batch_size, k_cache.shape[1], out.shape[-1]), torch.float32)
     if lse is not None:
-        _checks.check_output(OP, "lse", lse, (batch_size, queries, num_heads), torch.float32)
+        shape = (batch_size, queries, num_heads)
+        _checks.require(
+            lse.shape == shape and lse.dtype == torch.float32, f"{OP}: lse must be float32 {shape}"
+        )
     _launch_kernels(
         q, k_cache, req_to_token, req_pool_indices, seq_lens, num_queries, num_candidates, scale, out, lse
     )
@@ -107,7 +110,7 @@ def _launch_kernels(
         lse = split_lse[0] if num_splits == 1 else split_lse.logsumexp(dim=0)
     _scores_kernel[(num_kv_heads, num_splits, batch_size)](
         q, k_cache, *requests, num_candidates, lse, out, scale * LOG2_E, *strides,
-        lse.stride(0), lse.stride(1), out.stride(0), out.stride(1),
+        *lse.stride(), out.stride(0), out.stride(1),
         ROW_BLOCKS=row_blocks, LOG2_E=LOG2_E, **common,
     )  # fmt: skip
 
@@ -180,7 +183,7 @@ def _lse_kernel(
 def _scores_kernel(
     q, k_cache, req_to_token, req_pool_indices, seq_lens, num_queries, num_candidates, lse, out, scale_log2,
     stride_q_batch, stride_q_query, stride_q_head, stride_k_row, stride_k_head, stride_token_slot,
-    stride_lse_batch, stride_lse_query, stride_out_batch, stride_out_head,
+    stride_lse_batch, stride_lse_query, stride_lse_head, stride_out_batch, stride_out_head,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     DOT_PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
@@ -205,7 +208,7 @@ def _scores_kernel(
     num_rows = tl.maximum(counted * GROUP, 1).to(tl.float32)
     query, row_counts, q_tile, row_lse = _counted_rows(
         q_batch, lse_batch, kv_head, 0, counted, stride_q_query, stride_q_head, stride_lse_query,
-        GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
+        stride_lse_head, GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
     )  # fmt: skip
     pool_rows = tl.load(token_rows + begin + lane, mask=begin + lane < end, other=0)
     for start in range(begin, end, BLOCK_N):
@@ -221,7 +224,7 @@ def _scores_kernel(
             if ROW_BLOCKS > 1:  # else the only block stays loaded
                 query, row_counts, q_tile, row_lse = _counted_rows(
                     q_batch, lse_batch, kv_head, row_block, counted, stride_q_query, stride_q_head,
-                    stride_lse_query, GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
+                    stride_lse_query, stride_lse_head, GROUP, QUERIES, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
             logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
             seen = position[None, :] <= (seq_len - QUERIES + query)[:, None]
@@ -233,6 +236,7 @@ def _scores_kernel(
 @triton.jit
 def _counted_rows(
     q_batch, lse_batch, kv_head, row_block, counted, stride_q_query, stride_q_head, stride_lse_query,
+    stride_lse_head,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -247,5 +251,7 @@ def _counted_rows(
         mask=row_counts[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
     )
-    row_lse = tl.load(lse_batch + query * stride_lse_query + head, mask=row_counts, other=0.0)
+    row_lse = tl.load(
+        lse_batch + query * stride_lse_query + head * stride_lse_head, mask=row_counts, other=0.0
+    )
     return query, row_counts, q_tile, row_lse

@@ -83,7 +83,7 @@ def test_a_given_lse_replaces_the_first_pass(make_batch, tolerance):
     query_position = torch.arange(47, 50, device=logits.device)
     unseen = torch.arange(50, device=logits.device) > query_position[:, None]
     lse = logits.masked_fill(unseen, -torch.inf).logsumexp(-1)  # [Hkv, G, Q]
-    lse = lse.flatten(0, 1).T[None].float().contiguous()
+    lse = lse.flatten(0, 1).T[None].float()  # [1, Q, Hq], not contiguous
     arguments = {"num_queries": [3], "num_candidates": [48], "width": 50}
     got = call(op_module.attention_scores, batch, **arguments, lse=lse)
     torch.testing.assert_close(got.double(), expected(batch, **arguments), **tolerance(torch.float32))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from s3r_sglang.sglang_symbols import AttentionBackend, ForwardBatch, KVWriteLoc, RadixAttention
 from s3r_sglang.index import Plan, SparseIndex
 from s3r_sglang.kernels import attention_scores, sparse_decode_attention
+from s3r_sglang.sglang_symbols import AttentionBackend, ForwardBatch, KVWriteLoc, RadixAttention
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 from s3r_sglang.attention import SparseAttention
-from s3r_sglang.sglang_symbols import ForwardBatch, ForwardContext, ForwardMode, ModelRunner, forward_context
 from s3r_sglang.sampling import SamplingParams, draft_sample
+from s3r_sglang.sglang_symbols import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardContext,
+    ForwardMode,
+    ModelRunner,
+    forward_context,
+)
 from s3r_sglang.types import Block, Draft
 
 
@@ -54,6 +61,7 @@ class Drafter:
             out_cache_loc=block.cache_locs[:, step].contiguous(),
             seq_lens_sum=None,
             positions=block.positions[:, step].contiguous(),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         output = self.model_runner.model.forward(
             forward_batch.input_ids, forward_batch.positions, forward_batch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from s3r_sglang.sglang_symbols import LogitsProcessorOutput, OutputLogprobProcessor, ScheduleBatch, envs
 from s3r_sglang.sampling import SamplingParams
+from s3r_sglang.sglang_symbols import LogitsProcessorOutput, OutputLogprobProcessor, ScheduleBatch, envs
 
 
 def output_logprobs(

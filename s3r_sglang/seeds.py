@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from s3r_sglang.sglang_symbols import Req
 from s3r_sglang.sampling import request_seed
+from s3r_sglang.sglang_symbols import Req
 
 
 class RequestSeeds:

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
@@ -24,6 +24,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 __all__ = [
     "AttentionBackend",
     "BaseSpecWorker",
+    "CaptureHiddenMode",
     "ForwardBatch",
     "ForwardContext",
     "ForwardMode",

@@ -12,6 +12,14 @@ from collections.abc import Callable
 import torch
 
 from s3r_sglang.attention import DenseAttention, SparseAttention
+from s3r_sglang.config import config_of
+from s3r_sglang.draft import Drafter
+from s3r_sglang.index import SparseIndex
+from s3r_sglang.logprobs import output_logprobs
+from s3r_sglang.metrics import RoundMetrics
+from s3r_sglang.plugin import assert_installed
+from s3r_sglang.sampling import SamplingParams, sample_target, verify_sample
+from s3r_sglang.seeds import RequestSeeds
 from s3r_sglang.sglang_symbols import (
     BaseSpecWorker,
     ForwardMode,
@@ -21,14 +29,6 @@ from s3r_sglang.sglang_symbols import (
     ServerArgs,
     TpModelWorker,
 )
-from s3r_sglang.config import config_of
-from s3r_sglang.draft import Drafter
-from s3r_sglang.index import SparseIndex
-from s3r_sglang.logprobs import output_logprobs
-from s3r_sglang.metrics import RoundMetrics
-from s3r_sglang.plugin import assert_installed
-from s3r_sglang.sampling import SamplingParams, sample_target, verify_sample
-from s3r_sglang.seeds import RequestSeeds
 from s3r_sglang.types import Block, S3RDraftInput
 from s3r_sglang.verify import verify
 
@@ -126,7 +126,9 @@ class S3RWorker(BaseSpecWorker):
         self.block_offsets = torch.arange(self.block_size, device=self.device)
         self.metrics = RoundMetrics(self.config, enabled=ps.tp_rank == 0)
 
-    def alloc_memory_pool(self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None):
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ):
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         num_slots, self.max_context = req_to_token_pool.req_to_token.shape

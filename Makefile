@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml setup.py | $(UV)
 
 demo: setup
 	$(BIN)/s3r rollout --model "$$($(MODEL) smollm2)" --prompts s3r_sglang/data/demo_prompts.jsonl \
-		--group-size 2 --max-new-tokens 96 --compare --out $(DEMO_OUT) --force
+		--group-size 2 --max-new-tokens 64 --compare --out $(DEMO_OUT) --force
 
 test: setup
 	$(MODEL) smollm2

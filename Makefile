@@ -34,7 +34,8 @@ $(STAMP): pyproject.toml setup.py | $(UV)
 	touch $@
 
 demo: setup
-	$(BIN)/s3r rollout --model "$$($(MODEL) smollm2)" --prompts s3r_sglang/data/demo_prompts.jsonl \
+	model="$$($(MODEL) smollm2)" && \
+	$(BIN)/s3r rollout --model "$$model" --prompts s3r_sglang/data/demo_prompts.jsonl \
 		--group-size 2 --max-new-tokens 64 --compare --out $(DEMO_OUT) --force
 
 test: setup

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from s3r_sglang import models, prompts, rollout
+from s3r_sglang import models, prompts, report, rollout
 from s3r_sglang.prompts import EncodedPrompt, Prompt, PromptError
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary
 
@@ -126,6 +127,20 @@ def test_totals_without_speculation_have_no_accept_length():
     summary.add(Response("a", 0, [1], "", [0.0], "stop", None, None), [])
     assert summary.accept_length is None
     assert summary.tokens_per_second == 0.0
+
+
+def test_the_table_compares_tokens_per_second():
+    sparse = Summary(responses=2, tokens=90, seconds=2.0, histogram=[5, 0, 5])
+    dense = Summary(responses=2, tokens=60, seconds=2.0)
+    console = Console(width=120, file=io.StringIO())
+    console.print(report.summary_table({"S3R": sparse, "autoregressive": dense}, draft_length=2))
+    rows = {}
+    for line in console.file.getvalue().splitlines():
+        name, *cells = (cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│"))
+        rows[name] = cells
+    assert rows["tokens/s"] == ["45.0", "30.0", "1.50x"]
+    assert rows["accept length τ (tokens per round)"][:2] == ["2.00", "-"]
+    assert rows["mean draft acceptance"][:2] == ["50.0%", "-"]
 
 
 class ScriptedEngine:

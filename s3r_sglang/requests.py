@@ -40,8 +40,8 @@ def refuse_inexact(request: Any) -> None:
         value = getattr(request.sampling_params, name)
         if value != neutral:
             raise ValueError(
-                f"Self-sparse speculative decoding does not support {name}={value!r}: "
-                f"leave it out, or use a server without --speculative-algorithm."
+                f"Self-sparse speculative decoding does not support {name}={value!r}: leave it out, or start "
+                "the server with --sampling-defaults openai if the model's generation_config.json sets it."
             )
     if "thinking_budget" in (request.sampling_params.custom_params or {}):
         raise ValueError(

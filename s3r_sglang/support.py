@@ -107,7 +107,8 @@ def _model_faults(model: "ModelConfig") -> Iterator[str]:
         "attention logit soft-capping": bool(getattr(text, "attn_logit_softcapping", None)),
         "dual-chunk attention": hasattr(model.hf_config, "dual_chunk_attention_config"),
         "keys and values of different widths": model.has_asymmetric_kv,
-        "recurrent or hybrid layers": _has_recurrent_state(text),
+        "recurrent or hybrid layers": _has_recurrent_state(text)
+        or model.linear_attn_registry_result is not None,
         "an encoder": model.is_encoder_decoder,
         "image, audio or video input": model.is_multimodal or model.model_is_mrope,
         "no token generation": not model.is_generation,
@@ -124,5 +125,5 @@ def _has_recurrent_state(text_config: Any) -> bool:
     """Whether some layer keeps a state other than KV (Mamba, linear attention) or attends sparsely."""
     if set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"}:
         return True
-    state = ("mamba_", "ssm_", "linear_conv", "linear_attn", "hybrid_override", "sparse_attention")
+    state = ("mamba_", "ssm_", "linear_", "hybrid_override", "attn_type_list", "sparse_attention")
     return any(name.startswith(state) and value for name, value in text_config.to_dict().items())

@@ -215,8 +215,19 @@ def test_rust_server_stops_the_start(make_args, monkeypatch):
             "latent attention",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "no token generation"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 16}, "hybrid"),
+        ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "recurrent"),
+        (
+            {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "full_attn_idxs": [0]},
+            "recurrent",
+        ),
+        ({"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}, "an encoder"),
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"},
+            "image, audio or video",
+        ),
     ],
-    ids=["mistral-swa", "qwen2-swa", "gemma2", "mla", "classifier"],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
 )
 def test_unsupported_models_stop_the_start(make_args, write_config, changes, kind):
     folder = write_config(**changes)
@@ -224,12 +235,30 @@ def test_unsupported_models_stop_the_start(make_args, write_config, changes, kin
         make_args(model_path=folder)
 
 
-def test_models_with_an_unused_window_start(make_args, write_config):
-    """Qwen2 and Qwen3 configs carry `sliding_window` although `use_sliding_window` is false."""
-    folder = write_config(
-        architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False, sliding_window=64
-    )
-    assert config_of(make_args(model_path=folder)) == S3RConfig()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+        # Qwen2 and Qwen3 configs carry a sliding window even where it is not used.
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": False,
+            "sliding_window": 64,
+        },
+    ],
+    ids=lambda value: value["architectures"][0],
+)
+def test_full_attention_models_start(make_args, write_config, changes):
+    assert config_of(make_args(model_path=write_config(**changes))) == S3RConfig()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's rule")

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 ALGORITHM = "SELF_SPARSE"
 CONFIG_ENV = "S3R_CONFIG"
@@ -94,7 +95,7 @@ def build(values: dict[str, Any]) -> S3RConfig:
         raise ConfigError(_sentence(error.errors()[0])) from None
 
 
-def _sentence(fault: dict[str, Any]) -> str:
+def _sentence(fault: ErrorDetails) -> str:
     if not fault["loc"]:
         return fault["msg"].removeprefix("Value error, ") + "."
     name = str(fault["loc"][0])

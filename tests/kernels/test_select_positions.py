@@ -17,7 +17,9 @@ def expected(scores: np.ndarray, count: int) -> list[int]:
 
 
 def call(select, scores, num_candidates, num_select, slots, width):
-    positions = torch.full((6, scores.shape[1], width), UNTOUCHED, dtype=torch.int32, device=scores.device)
+    positions = torch.full(
+        (max(slots) + 2, scores.shape[1], width), UNTOUCHED, dtype=torch.int32, device=scores.device
+    )
     vectors = [torch.tensor(vector, device=scores.device) for vector in (num_candidates, num_select, slots)]
     assert select(scores, *vectors, positions) is None
     return positions.cpu()
@@ -57,6 +59,21 @@ def test_selecting_nothing_writes_nothing(select, device):
     scores = torch.rand(2, 1, 10, device=device)
     got = call(select, scores, [10, 0], [0, 0], [1, 2], width=4)
     assert (got == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("digit", [0, 1, 2, 3])
+def test_ties_with_neighbours_in_every_quarter_of_the_range(digit, device):
+    """Ties on one key among others that differ in the same two bits, so that each quarter is chosen.
+
+    The bits below are ones: later passes choose the highest quarter and must keep the count of scores above.
+    """
+    quarters = [0, 1, 2, 3, digit, digit, 3, 2, digit, 1, 0, digit]
+    bits = torch.tensor([0x3C000000 | (quarter << 8) | 0xFF for quarter in quarters], dtype=torch.int32)
+    counts = list(range(len(quarters) + 1))
+    scores = bits.view(torch.float32).expand(len(counts), 1, -1).contiguous().to(device)
+    candidates = [len(quarters)] * len(counts)
+    got = call(op_module.select_positions, scores, candidates, counts, counts, width=len(quarters))
+    check(got, scores, candidates, counts, counts)
 
 
 @hypothesis.settings(

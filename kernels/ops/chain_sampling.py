@@ -108,7 +108,7 @@ def _winner(scores, tokens):
     return best, tl.min(tl.where(scores == best, tokens, _INT32_MAX), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "stream"])
 def _draft_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step, stream,
     vocab, chunk, source_stride, q_stride,
@@ -148,7 +148,7 @@ def _draft_winner_kernel(scores, tokens, out, SPLITS: tl.constexpr):
     tl.store(out + row, token.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _verify_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, draft_tokens, q, num_accepted, scores, tokens,
     seeds, rounds, batch_size, vocab, chunk, source_stride, q_stride_request, q_stride_step,
@@ -211,7 +211,7 @@ def _verify_race_kernel(
         tl.store(num_accepted + request, accepted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _verify_winner_kernel(
     num_accepted, scores, tokens, draft_tokens, out, accept_lens, batch_size,
     NUM_DRAFTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,

@@ -72,7 +72,8 @@ def test_draft_matches_the_reference(vocab, dtype):
     inputs = make_inputs(vocab, dtype)
     expected, expected_q = draft(reference, inputs)
     tokens, q = draft(ops, inputs)
-    torch.testing.assert_close(q, expected_q, rtol=2e-6, atol=1e-9)
+    # A GPU's exp of x has a relative error of about |x| * 1e-7.
+    torch.testing.assert_close(q, expected_q, rtol=1e-5, atol=1e-9)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, expected)
 
@@ -133,6 +134,21 @@ def test_residual_without_mass_falls_back_to_p():
         assert (lens == 1).all()
         seen |= set(result[:, 0].tolist())
     assert seen == {7, 70, 111}
+
+
+def test_rows_of_nan_or_fully_masked_yield_a_valid_token():
+    """Padding rows of a CUDA graph hold anything; their tokens index the vocabulary in the next forward."""
+    inputs = make_inputs(165)
+    inputs["logits"][0] = torch.nan
+    inputs["logits"][3] = float("-inf")
+    tokens, q = draft(ops, inputs)
+    result, lens = verify(ops, inputs, tokens, q)
+    assert tokens[[0, 3]].tolist() == [[0] * DRAFTS] * 2
+    assert result[[0, 3]].tolist() == [[0] * (DRAFTS + 1)] * 2
+    assert lens[[0, 3]].tolist() == [1, 1]
+    expected, expected_lens = verify(reference, inputs, tokens, q)
+    assert torch.equal(result, expected)
+    assert torch.equal(lens, expected_lens)
 
 
 def test_wrong_arguments_are_refused():

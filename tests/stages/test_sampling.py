@@ -7,6 +7,8 @@ flakiness budget but the size of the test.
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from s3r_sglang.kernels.reference import chain_sampling as reference
 from scipy import stats
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
@@ -80,10 +82,10 @@ TOY_LAWS = {
 }
 
 
-def toy_law(p, q):
+def toy_law(p, q, coin_grid=COIN_GRID):
     """Output law and acceptance of one step, from the production rules over a grid of all coins."""
     p, q = torch.tensor([p]), torch.tensor([q])
-    coin = torch.arange(COIN_GRID)[:, None] / COIN_GRID
+    coin = torch.arange(coin_grid)[:, None] / coin_grid
     accept = torch.cat(
         [
             reference.accepts(coin, p[:, x : x + 1], q[:, x : x + 1]).double().mean(0)
@@ -109,6 +111,23 @@ def test_enumerated_law_is_the_target(name):
     assert toy_gate(p, q) < 1e-6
     total_variation = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert toy_law(p, q)[1] == pytest.approx(1 - total_variation, abs=1e-6)
+
+
+def distributions(size=6):
+    """Probabilities with zeros and many orders of magnitude."""
+    weight = st.one_of(st.just(0.0), st.floats(1e-6, 1.0), st.integers(1, 4).map(float))
+    weights = st.lists(weight, min_size=size, max_size=size).filter(lambda w: sum(w) > 0)
+    return weights.map(lambda w: [x / sum(w) for x in w])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(p=distributions(), q=distributions())
+def test_enumerated_law_is_the_target_for_any_pair(p, q):
+    grid = 1 << 14
+    law, _ = toy_law(p, q, grid)
+    p = torch.tensor(p).double()
+    assert (law[p == 0] == 0).all()
+    assert (law - p).abs().max() < 2 / grid
 
 
 def test_enumeration_catches_residual_replaced_by_p(monkeypatch):

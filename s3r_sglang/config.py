@@ -24,6 +24,8 @@ from pydantic_core import ErrorDetails
 ALGORITHM = "SELF_SPARSE"
 CONFIG_ENV = "S3R_CONFIG"
 FIELD_PREFIX = "s3r_"
+# 0.05 * 60 is 3.0000000000000004 in float64: without slack such a product would gain a position.
+CEIL_SLACK = 1e-9
 CONFIG_FIELD = f"{FIELD_PREFIX}config"
 
 
@@ -47,6 +49,11 @@ class S3RConfig(BaseModel):
     min_budget: int = Field(192, ge=1, description="Positions that a draft step reads at least (K_min).")
     recent_window: int = Field(64, ge=1, description="Newest positions always in the draft's index (R).")
     prompt_queries: int = Field(32, ge=1, description="Last prompt queries that select the first index.")
+    exact_scores: bool = Field(
+        False,
+        description="Verify with SGLang's attention and score the index by the exact rule afterwards; otherwise "
+        "our verify kernel scores it on its way (GPU).",
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="Seed of requests without one; unset: SGLang's --random-seed."
     )
@@ -62,7 +69,7 @@ class S3RConfig(BaseModel):
 
     def budget(self, context: int) -> int:
         """Positions one draft step attends to per layer and KV head, given `context` committed positions."""
-        return min(context, max(self.min_budget, math.ceil(self.budget_ratio * context)))
+        return min(context, max(self.min_budget, math.ceil(self.budget_ratio * context - CEIL_SLACK)))
 
 
 def flag_fields() -> dict[str, str]:

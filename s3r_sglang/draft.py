@@ -28,7 +28,7 @@ class Drafter:
 
     def __init__(self, model_runner: ModelRunner, attention: SparseAttention, draft_length: int) -> None:
         self.model_runner = model_runner
-        self.context = ForwardContext(attn_backend=attention)
+        self.attention = attention
         self.draft_length = draft_length
 
     def __call__(self, block: Block, params: SamplingParams) -> Draft:
@@ -37,21 +37,30 @@ class Drafter:
         Returns:
             Draft, with `tokens` [B, k] and `probs` [B, k, V].
         """
-        batch_size, k = block.start.shape[0], self.draft_length
-        vocab_size = self.model_runner.model_config.vocab_size
-        device = block.start.device
-        tokens = torch.empty((batch_size, k), dtype=torch.int64, device=device)
-        probs = torch.empty((batch_size, k, vocab_size), dtype=torch.float32, device=device)
+        return self.run(block, params, self.new_draft(block.start.shape[0]))
+
+    def new_draft(self, batch_size: int) -> Draft:
+        """Uninitialised output tensors for `batch_size` requests."""
+        shape = (batch_size, self.draft_length)
+        vocab_size, device = self.model_runner.model_config.vocab_size, self.model_runner.device
+        return Draft(
+            tokens=torch.empty(shape, dtype=torch.int64, device=device),
+            probs=torch.empty((*shape, vocab_size), dtype=torch.float32, device=device),
+        )
+
+    def run(self, block: Block, params: SamplingParams, out: Draft) -> Draft:
+        """Draft into `out`. Recordable in a CUDA graph if `params.from_logits`."""
         fed = block.bonus_tokens
-        with forward_context(self.context):
-            for step in range(k):
+        with forward_context(ForwardContext(attn_backend=self.attention)):
+            for step in range(self.draft_length):
                 logits = self._forward(fed, block, step)
-                fed = draft_sample(logits, params, block.seeds, block.start, step, probs[:, step])
-                tokens[:, step] = fed
-        return Draft(tokens=tokens, probs=probs)
+                fed = draft_sample(logits, params, block.seeds, block.start, step, out.probs[:, step])
+                out.tokens[:, step] = fed
+        return out
 
     def _forward(self, fed: torch.Tensor, block: Block, step: int) -> torch.Tensor:
         """One decode step: [B] tokens in, [B, V] logits out."""
+        self.attention.step = step
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=fed.shape[0],

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from s3r_sglang.config import S3RConfig
+from s3r_sglang.config import CEIL_SLACK, S3RConfig
 from s3r_sglang.kernels import select_positions
 
 
 def budget(committed: torch.Tensor, config: S3RConfig) -> torch.Tensor:
-    """K = min(|C|, max(K_min, ceil(s |C|))) for each request (arXiv 2610.13202, Eq. 17).
+    """`S3RConfig.budget` of every request, on the device (arXiv 2610.13202, Eq. 17).
 
     Args:
         committed: [B] integers, |C|.
@@ -20,8 +19,7 @@ def budget(committed: torch.Tensor, config: S3RConfig) -> torch.Tensor:
     Returns:
         [B] of the same dtype.
     """
-    # 0.05 * 60 is 3.0000000000000004 in float64; the slack keeps such products from gaining a position.
-    fraction = torch.ceil(committed.to(torch.float64) * config.budget_ratio - 1e-9).to(committed.dtype)
+    fraction = torch.ceil(committed.to(torch.float64) * config.budget_ratio - CEIL_SLACK).to(committed.dtype)
     return torch.minimum(committed, fraction.clamp(min=config.min_budget))
 
 
@@ -64,14 +62,16 @@ class SparseIndex:
     """Index views into the one KV pool, for all request slots.
 
     A draft query at position t of slot r reads, in layer l and KV head h, the positions
-    `positions[l][r, h, :num_selected[r]]` and the tail `tail_start[r] … t`. The tail holds the recent window and
-    every position written since the index was made, so drafting needs no update of the index.
+    `positions[l][r, h, :num_selected[r]]` and the tail `tail_start[r] … t`. The tail holds the recent window
+    and every position written since the index was made, so drafting needs no update of the index.
 
     Memory: 4 bytes x layers x slots x KV heads x capacity, where capacity is the largest selection that the
-    context length allows; the Qwen3-8B shape with 256 slots, s = 0.05 and 24K tokens of context takes 0.34 GB.
+    context length allows; the Qwen3-8B shape with 256 slots, s = 0.05 and 24K tokens takes 0.34 GB.
 
     Args:
-        num_layers, num_slots, num_kv_heads: the model's (per tensor-parallel rank) and SGLang's request pool's.
+        num_layers: the model's.
+        num_slots: request slots of SGLang's request pool.
+        num_kv_heads: per tensor-parallel rank.
         max_context: longest context in tokens.
     """
 
@@ -118,5 +118,4 @@ class SparseIndex:
 
 def selection_capacity(config: S3RConfig, max_context: int) -> int:
     """Positions that the longest selection can hold; at least 1 to keep the buffers non-empty."""
-    largest = max(config.min_budget, math.ceil(max_context * config.budget_ratio - 1e-9))
-    return max(1, min(largest, max_context) - config.recent_window)
+    return max(1, config.budget(max_context) - config.recent_window)

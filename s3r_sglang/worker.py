@@ -14,7 +14,7 @@ import torch
 from s3r_sglang.attention import DenseAttention, SparseAttention
 from s3r_sglang.config import config_of
 from s3r_sglang.draft import Drafter
-from s3r_sglang.index import SparseIndex
+from s3r_sglang.graphs import GraphedDrafter
 from s3r_sglang.logprobs import output_logprobs
 from s3r_sglang.metrics import RoundMetrics
 from s3r_sglang.plugin import assert_installed
@@ -29,6 +29,7 @@ from s3r_sglang.sglang_symbols import (
     ServerArgs,
     TpModelWorker,
 )
+from s3r_sglang.state import RoundState
 from s3r_sglang.types import Block, S3RDraftInput
 from s3r_sglang.verify import verify
 
@@ -53,7 +54,12 @@ class S3RWorker(BaseSpecWorker):
 
     def _round(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
         params = SamplingParams.from_sampling_info(batch.sampling_info)
-        block = self._block(batch)
+        block = self._lay_out(
+            batch.req_pool_indices,
+            batch.seq_lens,
+            batch.spec_info.bonus_tokens.long(),
+            self.seeds.of(batch.req_pool_indices),
+        )
         draft = self.drafter(block, params)
         result = verify(self.target_worker, batch, block, draft)
         logits = result.logits_output.next_token_logits
@@ -83,19 +89,22 @@ class S3RWorker(BaseSpecWorker):
         accept_lens = torch.ones_like(tokens, dtype=torch.int32)
         return self._finish(result, tokens, accept_lens, new_seq_lens, tokens)
 
-    def _block(self, batch: ScheduleBatch) -> Block:
+    def _lay_out(
+        self,
+        req_pool_indices: torch.Tensor,
+        start: torch.Tensor,
+        bonus_tokens: torch.Tensor,
+        seeds: torch.Tensor,
+    ) -> Block:
         """Lay out positions L … L + k; SGLang has allocated their KV rows in the request table."""
-        start = batch.seq_lens
         positions = start[:, None] + self.block_offsets
         return Block(
-            req_pool_indices=batch.req_pool_indices,
+            req_pool_indices=req_pool_indices,
             start=start,
             positions=positions,
-            cache_locs=batch.req_to_token_pool.req_to_token[
-                batch.req_pool_indices[:, None], positions
-            ].long(),
-            bonus_tokens=batch.spec_info.bonus_tokens.long(),
-            seeds=self.seeds.of(batch.req_pool_indices),
+            cache_locs=self.req_to_token_pool.req_to_token[req_pool_indices[:, None], positions].long(),
+            bonus_tokens=bonus_tokens,
+            seeds=seeds,
         )
 
     def _finish(self, result, tokens, accept_lens, new_seq_lens, bonus) -> GenerationBatchResult:
@@ -125,37 +134,35 @@ class S3RWorker(BaseSpecWorker):
         self.block_size = self.config.draft_length + 1
         self.block_offsets = torch.arange(self.block_size, device=self.device)
         self.metrics = RoundMetrics(self.config, enabled=ps.tp_rank == 0)
+        # Before the pools: SGLang gives the KV cache what is then left of the GPU's memory.
+        self.state = RoundState.allocate(self.config, self.model_runner)
+        base_seed = target_worker.random_seed if self.config.seed is None else self.config.seed
+        self.seeds = RequestSeeds(base_seed, self.state.num_slots, self.device)
+        logger.info("S3R: %s; %.2f GB of state on the device", self.config, self.state.nbytes / 1e9)
 
     def alloc_memory_pool(
         self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
-    ):
+    ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        num_slots, self.max_context = req_to_token_pool.req_to_token.shape
-        model_config = self.model_runner.model_config
-        self.index = SparseIndex(
-            self.config,
-            num_layers=model_config.num_hidden_layers,
-            num_slots=num_slots,
-            num_kv_heads=model_config.get_num_kv_heads(self.model_runner.ps.tp_size),
-            max_context=self.max_context,
-            device=self.device,
-        )
-        base_seed = self.target_worker.random_seed if self.config.seed is None else self.config.seed
-        self.seeds = RequestSeeds(base_seed, num_slots, self.device)
-        logger.info("S3R: %s; sparse index %.2f GB", self.config, self.index.nbytes / 1e9)
+        self.state.check_fits(req_to_token_pool.req_to_token)
 
     def init_attention_backends(self) -> None:
         base = dense_base(self.model_runner)
-        self.dense_attention = DenseAttention(
-            base, self.index, self.block_size, self.model_runner.max_running_requests, self.max_context
-        )
+        self.dense_attention = DenseAttention(base, self.state)
         self.model_runner.attn_backend = self.dense_attention
-        sparse_attention = SparseAttention(base, self.index)
-        self.drafter = Drafter(self.model_runner, sparse_attention, self.config.draft_length)
+        self.drafter = Drafter(self.model_runner, SparseAttention(base, self.state), self.config.draft_length)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the draft; SGLang has captured the verify forward as the target's decode graphs."""
+        if self.model_runner.decode_cuda_graph_runner is None:
+            return
+        buckets = self.model_runner.decode_cuda_graph_runner.capture_bs
+        self.drafter = GraphedDrafter(self.drafter, self._lay_out, buckets, self.device)
+        self.drafter.capture()
 
     def clear_cache_pool(self) -> None:
-        self.index.clear()
+        self.state.index.clear()
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         self.metrics.record(num_correct_drafts_per_req)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -103,7 +104,7 @@ class Probe:
         if self._rounds is None:
             yield
             return
-        begin = _mark(self._rounds.device)
+        begin = _event_now(self._rounds.device)
         yield
         self._rounds.add(name, begin)
 
@@ -168,31 +169,29 @@ def _uniforms(seeds: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
     return reference.coins(words[:, 0])
 
 
-Mark = torch.cuda.Event | float
+class _HostEvent:
+    """`torch.cuda.Event` for a device that works in step with the host."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return (end.seconds - self.seconds) * 1e3
 
 
-def _mark(device: torch.device) -> Mark:
-    """A point in time: on the current stream of a GPU, or of the host."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+def _event_now(device: torch.device) -> Any:
+    """An event recorded on the current stream of `device`."""
+    event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostEvent()
     event.record()
     return event
 
 
-def _reached(mark: Mark) -> bool:
-    return isinstance(mark, float) or mark.query()
-
-
-def _milliseconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return (end - begin) * 1e3
-    return begin.elapsed_time(end)
-
-
 @dataclass
 class _Round:
-    """A round whose marks may not have been reached yet.
+    """A round whose events the device may not have reached yet.
 
     Fields:
         total_length: [1] int64 on the host (pinned), the sum of L over the batch; valid once `end` is reached.
@@ -200,9 +199,9 @@ class _Round:
 
     batch_size: int
     total_length: torch.Tensor
-    begin: Mark
-    end: Mark | None = None
-    stages: dict[str, tuple[Mark, Mark]] = field(default_factory=dict)
+    begin: Any
+    end: Any = None
+    stages: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class _RoundLog:
@@ -215,36 +214,36 @@ class _RoundLog:
         self._file = path.open("w", encoding="utf-8")
         self._pending: deque[_Round] = deque()
         self._current: _Round | None = None
-        self._last_end: Mark | None = None
+        self._last_end: Any = None
         self.device = torch.device("cpu")
 
     def begin(self, lengths: torch.Tensor) -> None:
         self.device = lengths.device
-        begin = _mark(self.device)
+        begin = _event_now(self.device)
         total = torch.empty(1, dtype=torch.int64, pin_memory=lengths.is_cuda)
         total.copy_(lengths.sum(), non_blocking=True)
         self._current = _Round(lengths.shape[0], total, begin)
 
-    def add(self, name: str, begin: Mark) -> None:
+    def add(self, name: str, begin: Any) -> None:
         if self._current is None:
             raise RuntimeError(f"stage {name!r} is outside a round")
-        self._current.stages[name] = (begin, _mark(self.device))
+        self._current.stages[name] = (begin, _event_now(self.device))
 
     def end(self) -> None:
         assert self._current is not None
-        self._current.end = _mark(self.device)
+        self._current.end = _event_now(self.device)
         self._pending.append(self._current)
         self._current = None
-        while self._pending and _reached(self._pending[0].end):
+        while self._pending and self._pending[0].end.query():
             self._write(self._pending.popleft())
 
     def _write(self, done: _Round) -> None:
         row = {
             "batch_size": done.batch_size,
             "context": done.total_length.item() / done.batch_size,
-            "round_ms": _milliseconds(done.begin, done.end),
-            "gap_ms": _milliseconds(self._last_end, done.begin) if self._last_end else None,
-            **{f"{name}_ms": _milliseconds(*marks) for name, marks in done.stages.items()},
+            "round_ms": done.begin.elapsed_time(done.end),
+            "gap_ms": self._last_end.elapsed_time(done.begin) if self._last_end else None,
+            **{f"{name}_ms": begin.elapsed_time(end) for name, (begin, end) in done.stages.items()},
         }
         self._last_end = done.end
         self._file.write(json.dumps(row) + "\n")

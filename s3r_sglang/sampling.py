@@ -9,6 +9,7 @@ function of the old noise, took part in choosing the index which shapes the late
 make draft and q dependent and bias the output.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class SamplingParams:
         logit_bias: [B, V] float32 added to the logits before the temperature, or None.
         any_greedy, all_greedy: whether any or all requests have top_k <= 1.
         need_top_k, need_top_p, need_min_p: whether any request uses the filter.
+        max_top_k: a bound on all top_ks, so that filters rank that many tokens only; None means V.
     """
 
     temperatures: torch.Tensor
@@ -65,10 +67,23 @@ class SamplingParams:
     need_top_k: bool = True
     need_top_p: bool = True
     need_min_p: bool = True
+    max_top_k: int | None = None
 
     @classmethod
-    def from_sampling_info(cls, info: "SamplingBatchInfo") -> "SamplingParams":
-        """Take over the parameters of a `SamplingBatchInfo`; tensors are shared, not copied."""
+    def from_sampling_info(
+        cls, info: "SamplingBatchInfo", host_top_ks: Sequence[int] | None = None
+    ) -> "SamplingParams":
+        """Take over the parameters of a `SamplingBatchInfo`; tensors are shared, not copied.
+
+        Args:
+            info: SGLang's. Its `need_top_k_sampling` counts greedy requests too.
+            host_top_ks: the requests' top_k values if the host has them at hand. They let a batch of greedy
+                and unfiltered requests skip the filters, and spare a batch of small top_ks the sort.
+        """
+        need_top_k, max_top_k = info.need_top_k_sampling, None
+        if host_top_ks:
+            need_top_k = any(1 < top_k < info.vocab_size for top_k in host_top_ks)
+            max_top_k = max(host_top_ks) if max(host_top_ks) < info.vocab_size else None
         return cls(
             temperatures=info.temperatures,
             top_ks=info.top_ks,
@@ -77,9 +92,10 @@ class SamplingParams:
             logit_bias=info.logit_bias,
             any_greedy=info.is_any_greedy,
             all_greedy=info.is_all_greedy,
-            need_top_k=info.need_top_k_sampling,
+            need_top_k=need_top_k,
             need_top_p=info.need_top_p_sampling,
             need_min_p=info.need_min_p_sampling,
+            max_top_k=max_top_k,
         )
 
     @property
@@ -113,7 +129,7 @@ def target_probs(logits: torch.Tensor, params: SamplingParams, repeat: int = 1) 
         filters = (params.top_ks, params.top_ps, params.min_ps)
         requests_per_chunk = max(1, _FILTER_CHUNK // probs.shape[1:].numel())
         for part, *limits in zip(*(x.split(requests_per_chunk) for x in (probs, *filters)), strict=True):
-            part.copy_(reference.filter_probs(part, *limits))
+            part.copy_(reference.filter_probs(part, *limits, max_top_k=params.max_top_k))
     return probs.view_as(logits)
 
 

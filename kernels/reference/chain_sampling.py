@@ -36,7 +36,11 @@ def softmax_probs(
 
 
 def filter_probs(
-    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    max_top_k: int | None = None,
 ) -> torch.Tensor:
     """Top-k, top-p and min-p with the law of SGLang's PyTorch sampler
     (`top_k_top_p_min_p_sampling_from_probs_torch`), renormalised.
@@ -47,25 +51,36 @@ def filter_probs(
     running sum of a long vocabulary may pass 1; and a request without filters keeps its input bit for bit,
     so that its tokens do not depend on what its neighbours in the batch asked for.
 
+    What stays is a prefix of the ranks, so its length and its smallest value decide, and the order of tokens
+    is needed only among those of that value: sorted values suffice, and no more of them than max_top_k.
+
     Args:
         probs: [B, R, V] float32, each row summing to one.
         top_ks: [B] int32; values >= V are off.
         top_ps, min_ps: [B] float32; 1 and 0 are off.
+        max_top_k: a bound on all top_ks which the host knows, or None.
 
     Returns:
         [B, R, V] float32.
     """
+    vocab_size = probs.shape[-1]
     top_ks, top_ps, min_ps = (x.view(-1, 1, 1) for x in (top_ks, top_ps, min_ps))
-    ranked, token_ids = probs.sort(dim=-1, descending=True, stable=True)
+    if max_top_k is not None and max_top_k < vocab_size:
+        ranked = probs.topk(max_top_k, dim=-1).values
+    else:
+        ranked = probs.sort(dim=-1, descending=True).values
     mass_before = ranked.cumsum(dim=-1) - ranked
-    ranks = torch.arange(probs.shape[-1], device=probs.device)
-    dropped = (
-        (ranks >= top_ks) | ((mass_before > top_ps) & (top_ps < 1.0)) | (ranked < ranked[..., :1] * min_ps)
-    )
-    kept = ranked.masked_fill(dropped, 0.0)
-    filtered = torch.empty_like(probs).scatter_(-1, token_ids, kept / kept.sum(dim=-1, keepdim=True))
-    unfiltered = (top_ks >= probs.shape[-1]) & (top_ps >= 1.0) & (min_ps <= 0.0)
-    return torch.where(unfiltered, probs, filtered)
+    ranks = torch.arange(ranked.shape[-1], device=probs.device)
+    kept_ranks = (ranks < top_ks) & ((mass_before <= top_ps) | (top_ps >= 1.0))
+    num_kept = (kept_ranks & (ranked >= ranked[..., :1] * min_ps)).sum(dim=-1, keepdim=True).clamp_(min=1)
+
+    smallest = ranked.gather(-1, num_kept - 1)
+    num_tied_kept = num_kept - (probs > smallest).sum(dim=-1, keepdim=True)
+    tied = probs == smallest
+    kept = (probs > smallest) | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= num_tied_kept))
+    filtered = probs.masked_fill(~kept, 0.0)
+    unfiltered = (top_ks >= vocab_size) & (top_ps >= 1.0) & (min_ps <= 0.0)
+    return torch.where(unfiltered, probs, filtered / filtered.sum(dim=-1, keepdim=True))
 
 
 def race_sample(

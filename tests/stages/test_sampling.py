@@ -5,6 +5,8 @@ a broken rule. All seeds are fixed: the outcomes are deterministic, and a pass t
 flakiness budget but the size of the test.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +52,7 @@ def make_params(batch_size, device="cpu", temperature=1.0, top_k=TOP_K_ALL, top_
         need_top_k=bool((top_ks != TOP_K_ALL).any()),
         need_top_p=bool((top_ps != 1).any()),
         need_min_p=bool((min_ps > 0).any()),
+        max_top_k=int(top_ks.max()) if (top_ks < TOP_K_ALL).all() else None,
     )
 
 
@@ -162,7 +165,7 @@ def filtered_law(logits, temperature=1.0, top_k=TOP_K_ALL, top_p=1.0, min_p=0.0)
     probs = torch.softmax(logits.double() / temperature, dim=-1)
     law = torch.zeros_like(probs)
     mass = 0.0
-    for rank, token in enumerate(probs.argsort(descending=True).tolist()):
+    for rank, token in enumerate(probs.argsort(descending=True, stable=True).tolist()):
         if rank < top_k and mass <= top_p and probs[token] >= min_p * probs.max():
             law[token] = probs[token]
         mass += probs[token].item()
@@ -226,7 +229,7 @@ def test_chain_gate_catches_q_recomputed_at_another_temperature():
 
 
 def test_chain_gate_catches_filters_left_out_of_the_target(monkeypatch):
-    monkeypatch.setattr(reference, "filter_probs", lambda probs, *_: probs)
+    monkeypatch.setattr(reference, "filter_probs", lambda probs, *_, **__: probs)
     assert chain_gate(SETTINGS["top-p"], trials=FEW_TRIALS) < PLANTED
 
 
@@ -454,24 +457,57 @@ def test_first_token_has_the_target_law_and_its_own_stream(device):
     assert not torch.equal(drafted.int(), tokens)
 
 
-def test_params_are_taken_from_a_sampling_batch_info():
+@pytest.mark.parametrize("max_top_k", [None, 6])
+def test_filters_rank_tied_probabilities_by_token_id(max_top_k):
+    logits = torch.randint(-2, 3, (40, 30), generator=torch.Generator().manual_seed(10)).float()
+    settings = [(3, 1.0, 0.0), (6, 0.5, 0.0), (6, 1.0, 0.3), (5, 0.3, 0.1)]
+    top_k, top_p, min_p = (list(values) for values in zip(*settings, strict=True))
+    params = replace(make_params(40, top_k=top_k, top_p=top_p, min_p=min_p), max_top_k=max_top_k)
+    for row, probs in enumerate(sampling.target_probs(logits, params)):
+        k, p, m = settings[row % 4]
+        torch.testing.assert_close(probs.double(), filtered_law(logits[row], top_k=k, top_p=p, min_p=m))
+
+
+def make_sampling_info(top_ks, **changes):
+    ones = torch.ones(len(top_ks))
     info = SamplingBatchInfo(
+        temperatures=ones[:, None],
+        top_ps=ones,
+        top_ks=torch.tensor(top_ks, dtype=torch.int32),
+        min_ps=0 * ones,
+        is_all_greedy=all(k <= 1 for k in top_ks),
+        is_any_greedy=any(k <= 1 for k in top_ks),
+        need_top_p_sampling=False,
+        need_top_k_sampling=any(k != TOP_K_ALL for k in top_ks),
+        need_min_p_sampling=False,
+        vocab_size=7,
+    )
+    return replace(info, **changes)
+
+
+def test_params_are_taken_from_a_sampling_batch_info():
+    info = make_sampling_info(
+        [1, TOP_K_ALL],
         temperatures=torch.tensor([[1.0], [0.5]]),
         top_ps=torch.tensor([1.0, 0.9]),
-        top_ks=torch.tensor([1, TOP_K_ALL], dtype=torch.int32),
         min_ps=torch.tensor([0.0, 0.1]),
-        is_all_greedy=False,
-        is_any_greedy=True,
         need_top_p_sampling=True,
-        need_top_k_sampling=True,
         need_min_p_sampling=True,
-        vocab_size=7,
     )
     params = SamplingParams.from_sampling_info(info)
     logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(9))
     probs = sampling.target_probs(logits, params)
     assert probs[0].tolist() == torch.nn.functional.one_hot(logits[0].argmax(), 7).tolist()
     torch.testing.assert_close(probs[1].double(), filtered_law(logits[1], 0.5, top_p=0.9, min_p=0.1))
+
+
+@pytest.mark.parametrize(
+    ("top_ks", "filtered", "max_top_k"),
+    [([1, TOP_K_ALL], False, None), ([1, 1], False, 1), ([1, 3], True, 3), ([3, 7], True, None)],
+)
+def test_top_ks_known_to_the_host_spare_work(top_ks, filtered, max_top_k):
+    params = SamplingParams.from_sampling_info(make_sampling_info(top_ks), host_top_ks=top_ks)
+    assert (params.filtered, params.max_top_k) == (filtered, max_top_k)
 
 
 def test_wrong_shapes_are_refused():

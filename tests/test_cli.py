@@ -12,7 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from s3r_sglang import doctor, launch, models
+from s3r_sglang import cpu, doctor, launch, models
 from s3r_sglang.cli import app
 
 S3R = [sys.executable, "-c", "from s3r_sglang.cli import main; main()"]
@@ -33,6 +33,7 @@ def test_the_device_decides_the_defaults():
     assert on_cpu[:4] == ["--model-path", "m", "--speculative-algorithm", "self-sparse"]
     assert on_cpu[on_cpu.index("--attention-backend") + 1] == "torch_native"
     assert "--disable-overlap-schedule" in on_cpu
+    assert ("--dtype" in on_cpu) != cpu.has_bf16()
     assert launch.arguments(["--model-path", "m"], on_gpu=True) == on_cpu[:4]
 
 

@@ -15,7 +15,8 @@ SERVER_ARGS: dict[str, object] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
-    "disable_cuda_graph": True,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
 }
 
 
@@ -24,6 +25,14 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> dict[str, object]:

@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -42,6 +43,9 @@ class S3RAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: "ServerArgs") -> None:
         """Fill the remaining defaults; the shape of the draft was set in ServerArgs.__init__."""
         server_args.speculative_algorithm = ALGORITHM
+        # A prefill graph splits around attention, and would refresh the index from padded rows; capturing it
+        # takes 84 s on an H200 besides, for a stage that rollouts spend little time in.
+        server_args.cuda_graph_config.prefill.backend = Backend.DISABLED
         _disable_overlap_schedule_for_cpu(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS

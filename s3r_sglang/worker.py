@@ -7,7 +7,9 @@ batch runs one round: draft → verify → sample; the verify forward refreshes 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -50,7 +52,8 @@ class S3RWorker(BaseSpecWorker):
         """
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish)
-        return self._round(batch, on_publish)
+        with nullcontext() if self.probe is None else self.probe.round(batch.seq_lens):
+            return self._round(batch, on_publish)
 
     def _round(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
         params = SamplingParams.from_sampling_info(batch.sampling_info)
@@ -60,12 +63,19 @@ class S3RWorker(BaseSpecWorker):
             batch.spec_info.bonus_tokens.long(),
             self.seeds.of(batch.req_pool_indices),
         )
-        draft = self.drafter(block, params)
-        result = verify(self.target_worker, batch, block, draft)
-        logits = result.logits_output.next_token_logits
-        tokens, accept_lens = verify_sample(
-            logits, draft.tokens, draft.probs, params, block.seeds, block.start
-        )
+        with self._timed("draft"):
+            draft = self.drafter(block, params)
+        with self._timed("verify"):
+            result = verify(self.target_worker, batch, block, draft)
+        with self._timed("sample"):
+            logits = result.logits_output.next_token_logits
+            tokens, accept_lens = verify_sample(
+                logits, draft.tokens, draft.probs, params, block.seeds, block.start
+            )
+        if self.probe is not None:
+            tokens, accept_lens = self.probe.impose(
+                tokens, accept_lens, draft.tokens, block.seeds, block.start
+            )
         new_seq_lens = block.start + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -77,6 +87,7 @@ class S3RWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
         self.seeds.admit(batch.reqs, batch.req_pool_indices)
+        # "is_verify" asks for logits only: the first token is sampled here, with the request's own seed.
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         params = SamplingParams.from_sampling_info(batch.sampling_info)
         logits = result.logits_output.next_token_logits
@@ -115,6 +126,9 @@ class S3RWorker(BaseSpecWorker):
         result.speculative_num_draft_tokens = self.block_size
         return result
 
+    def _timed(self, stage: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.probe is None else self.probe.stage(stage)
+
     # ---- life cycle, in the order in which SGLang calls it
 
     def __init__(
@@ -134,6 +148,7 @@ class S3RWorker(BaseSpecWorker):
         self.block_size = self.config.draft_length + 1
         self.block_offsets = torch.arange(self.block_size, device=self.device)
         self.metrics = RoundMetrics(self.config, enabled=ps.tp_rank == 0)
+        self.probe = bench_probe(ps.tp_rank)
         # Before the pools: SGLang gives the KV cache what is then left of the GPU's memory.
         self.state = RoundState.allocate(self.config, self.model_runner)
         base_seed = target_worker.random_seed if self.config.seed is None else self.config.seed
@@ -180,6 +195,15 @@ class S3RWorker(BaseSpecWorker):
 
     def update_weights_from_tensor(self, recv_req):
         return self.target_worker.update_weights_from_tensor(recv_req)
+
+
+def bench_probe(tp_rank: int):
+    """The probe of `s3r bench` if its environment variable is set; nothing of it is imported otherwise."""
+    if "S3R_BENCH_PROBE" not in os.environ:
+        return None
+    from s3r_sglang.bench.probe import Probe
+
+    return Probe.from_environment(tp_rank=tp_rank)
 
 
 def dense_base(model_runner):

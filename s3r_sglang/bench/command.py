@@ -1,0 +1,73 @@
+"""The options of `s3r bench`. Heavy imports happen inside, so that `s3r --help` answers at once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="Hugging Face folder; with dummy weights also qwen3-8b or qwen3-1.7b.")
+    ],
+    load_format: Annotated[
+        str, typer.Option(help="dummy: random weights, only config.json is read.")
+    ] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests in progress (B).")] = 64,
+    context: Annotated[int, typer.Option(min=8, help="Prompt tokens of each request (S).")] = 8192,
+    sweep: Annotated[str | None, typer.Option(help="Several settings instead, such as 64x8K,32x16K.")] = None,
+    paper_table: Annotated[
+        bool, typer.Option("--paper-table", help="The eight settings of the paper's Tables 6 and 7.")
+    ] = False,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate, EOS off.")] = 256,
+    settle_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each request emits before the clock starts.")
+    ] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements per setting and engine.")] = 3,
+    imposed_acceptance: Annotated[
+        str | None,
+        typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Cut the prompts from this text; without it, random tokens.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    backend: Annotated[
+        str | None, typer.Option(help="Attention backend of both engines; SGLang's choice without it.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.md, report.png.")] = None,
+) -> None:
+    """Measure decode throughput with S3R and without, in one go and otherwise alike.
+
+    Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang, those for
+    speculation to the S3R engine only.
+    """
+    from s3r_sglang import cli
+
+    cli.quiet()
+    from s3r_sglang.bench import execute
+
+    options = execute.Options(
+        model=model,
+        load_format=load_format,
+        settings=f"{batch_size}x{context}" if sweep is None else sweep,
+        paper_table=paper_table,
+        new_tokens=new_tokens,
+        settle_tokens=settle_tokens,
+        repeats=repeats,
+        imposed_acceptance=imposed_acceptance,
+        text=text,
+        sampling={"temperature": temperature, "top_p": top_p},
+        dtype=dtype,
+        out=out,
+    )
+    backend_argv = ["--attention-backend", backend] if backend else []
+    try:
+        execute.execute(options, [*ctx.args, *backend_argv], cli.console)
+    except execute.FAULTS as error:
+        raise cli.fail(str(error)) from None

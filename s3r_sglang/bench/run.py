@@ -1,0 +1,230 @@
+"""Run one job of `s3r bench`: an engine with S3R, then one without, otherwise the same."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from s3r_sglang import cpu, launch
+from s3r_sglang.bench import check, load, traffic
+from s3r_sglang.bench.load import LoadError, Setting, Window
+from s3r_sglang.bench.probe import PROBE_ENV, ProbeConfig
+from s3r_sglang.bench.records import (
+    Correctness,
+    SettingResult,
+    StageTimes,
+    Throughput,
+    Traffic,
+    read_stage_times,
+)
+from s3r_sglang.config import S3RConfig, config_of
+
+CHECK_RESPONSES = 8
+# What a request occupies beyond its tokens: SGLang allocates two blocks ahead under speculation.
+BLOCKS_AHEAD = 2
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure; see `s3r bench --help` for the meaning of each.
+
+    Attributes:
+        engine_argv: arguments of SGLang for both engines; those for speculation reach the S3R engine only.
+        prompts: token ids, as many and as long as the largest setting and the check need. A setting takes
+            the heads of the first B: so a sweep finds part of their KV in the radix cache, and spends its
+            time on decoding.
+    """
+
+    model: Path
+    load_format: str
+    dtype: str | None
+    engine_argv: list[str]
+    settings: list[Setting]
+    new_tokens: int
+    settle_tokens: int
+    repeats: int
+    sampling: dict[str, Any]
+    prompts: list[list[int]]
+    imposed_acceptance: tuple[float, ...] | None
+
+    @property
+    def check_lengths(self) -> tuple[int, int]:
+        """Prompt and response length of the correctness check: long enough for a sparse draft where the
+        settings allow, and short enough for acceptance not to be imposed."""
+        shortest = min(setting.context for setting in self.settings)
+        return min(512, shortest // 2), min(64, shortest // 4)
+
+    def prompts_of(self, setting: Setting) -> list[list[int]]:
+        """[B][S] token ids, all different."""
+        return [prompt[: setting.context] for prompt in self.prompts[: setting.batch_size]]
+
+
+@dataclass
+class EngineRun:
+    """What one engine gave."""
+
+    windows: dict[Setting, list[Window]]
+    histograms: dict[Setting, list[int]]
+    greedy: list[check.Greedy]
+    server_args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What both engines gave."""
+
+    settings: list[SettingResult]
+    correctness: Correctness
+    config: S3RConfig
+    shape: traffic.ModelShape
+    server_args: dict[str, dict[str, Any]]
+
+
+Progress = Callable[[str], None]
+
+
+def run(job: Job, progress: Progress) -> Outcome:
+    """Measure all settings of `job`.
+
+    Args:
+        job: what to measure.
+        progress: told what is being done.
+
+    Raises:
+        LoadError: a setting does not fit, or no steady window exists.
+    """
+    shape = traffic.ModelShape.read(job.model, job.dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        stage_times = Path(scratch) / "rounds.jsonl"
+        with _engine(job, True, stage_times, progress) as engine:
+            config = config_of(engine.server_args)
+            s3r = _measure(job, engine, "S3R", load.S3R_STREAM_INTERVAL, progress)
+        rows = read_stage_times(stage_times)
+    with _engine(job, False, None, progress) as engine:
+        dense = _measure(job, engine, "autoregressive", load.AR_STREAM_INTERVAL, progress)
+        progress("autoregressive: scoring the responses of both engines")
+        correctness = check.compare(engine, s3r.greedy, dense.greedy, job.load_format != "dummy")
+    return Outcome(
+        settings=[_result(job, setting, s3r, dense, rows, config, shape) for setting in job.settings],
+        correctness=correctness,
+        config=config,
+        shape=shape,
+        server_args={"s3r": s3r.server_args, "autoregressive": dense.server_args},
+    )
+
+
+@contextmanager
+def _engine(job: Job, speculative: bool, stage_times: Path | None, progress: Progress) -> Iterator[Any]:
+    """An engine with room for the largest batch; the scheduler process inherits the probe's settings."""
+    largest = str(max(setting.batch_size for setting in job.settings))
+    # fmt: off
+    argv = [
+        "--model-path", str(job.model), "--load-format", job.load_format, "--skip-tokenizer-init",
+        "--log-level", "error", "--max-running-requests", largest, "--cuda-graph-max-bs-decode", largest,
+        *(["--dtype", job.dtype] if job.dtype else []), *job.engine_argv,
+    ]
+    # fmt: on
+    progress(f"{'S3R' if speculative else 'autoregressive'}: starting the engine")
+    if speculative:
+        config = ProbeConfig(
+            stage_times=stage_times,
+            imposed_acceptance=job.imposed_acceptance,
+            imposed_from=min(setting.context for setting in job.settings),
+        )
+        os.environ[PROBE_ENV] = config.model_dump_json()
+    try:
+        engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
+    finally:
+        os.environ.pop(PROBE_ENV, None)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def _measure(job: Job, engine: Any, title: str, stream_interval: int, progress: Progress) -> EngineRun:
+    _check_capacity(job, engine)
+    prompt_length, response_length = job.check_lengths
+    progress(f"{title}: greedy responses")
+    found = EngineRun({}, {}, [], _telling_arguments(engine))
+    prompts = job.prompts_of(Setting(CHECK_RESPONSES, prompt_length))
+    found.greedy = check.greedy(engine, prompts, response_length)
+    for setting in job.settings:
+        prompts = job.prompts_of(setting)
+        # Compiles what is left to compile, and leaves the prompts' KV in the radix cache for the repeats:
+        # they differ in decoding only, which is what is timed.
+        progress(f"{title} {setting}: prefill and warm-up")
+        load.decode(engine, prompts, job.sampling, min(WARM_UP_TOKENS, job.new_tokens), stream_interval)
+        windows, traces = [], []
+        for repeat in range(job.repeats):
+            progress(f"{title} {setting}: repeat {repeat + 1} of {job.repeats}")
+            latest = load.decode(engine, prompts, job.sampling, job.new_tokens, stream_interval)
+            windows.append(load.steady_window(latest, job.settle_tokens))
+            traces += latest
+        found.windows[setting] = windows
+        found.histograms[setting] = load.accept_histogram(traces)
+    return found
+
+
+def _check_capacity(job: Job, engine: Any) -> None:
+    capacity = engine.get_server_info()["max_total_num_tokens"]
+    draft_length = engine.server_args.speculative_num_steps or 0
+    for setting in job.settings:
+        per_request = setting.context + job.new_tokens + BLOCKS_AHEAD * (draft_length + 1)
+        if setting.batch_size * per_request > capacity:
+            raise LoadError(
+                f"{setting} needs {setting.batch_size * per_request} tokens of KV, the pool has {capacity}: "
+                "lower the batch or the context, or raise --mem-fraction-static or --max-total-tokens"
+            )
+
+
+def _telling_arguments(engine: Any) -> dict[str, Any]:
+    names = (
+        "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "tp_size", "mem_fraction_static",
+        "max_running_requests", "chunked_prefill_size", "disable_overlap_schedule", "disable_cuda_graph",
+        "speculative_algorithm",
+    )  # fmt: skip
+    return {name: getattr(engine.server_args, name) for name in names}
+
+
+def _result(
+    job: Job,
+    setting: Setting,
+    s3r: EngineRun,
+    dense: EngineRun,
+    rows: list[dict[str, Any]],
+    config: S3RConfig,
+    shape: traffic.ModelShape,
+) -> SettingResult:
+    batch_size, context = setting.batch_size, setting.context
+    stages = StageTimes.of(rows, batch_size, context, context + job.new_tokens)
+    autoregressive = Throughput.of(dense.windows[setting])
+    middle = context + job.new_tokens / 2
+    full, sparse = (
+        traffic.dense_step(shape, batch_size, middle),
+        traffic.draft_step(shape, config, batch_size, middle),
+    )
+    milliseconds = {
+        "autoregressive": autoregressive.step_ms(batch_size),
+        "draft": stages.draft_ms / config.draft_length,
+        "verify": stages.verify_ms,
+    }
+    steps = {"autoregressive": full, "draft": sparse, "verify": full}
+    return SettingResult(
+        batch_size=batch_size,
+        context=context,
+        new_tokens=job.new_tokens,
+        draft_length=config.draft_length,
+        autoregressive=autoregressive,
+        s3r=Throughput.of(s3r.windows[setting]),
+        accept_histogram=tuple(s3r.histograms[setting]),
+        stages=stages,
+        traffic={
+            name: Traffic(weight_bytes=step.weights, kv_bytes=step.kv, milliseconds=milliseconds[name])
+            for name, step in steps.items()
+        },
+    )

@@ -56,7 +56,7 @@ class S3RWorker(BaseSpecWorker):
             return self._round(batch, on_publish)
 
     def _round(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
-        params = SamplingParams.from_sampling_info(batch.sampling_info)
+        params = sampling_params(batch)
         block = self._lay_out(
             batch.req_pool_indices,
             batch.seq_lens,
@@ -91,7 +91,7 @@ class S3RWorker(BaseSpecWorker):
         self.seeds.admit(batch.reqs, batch.req_pool_indices)
         # "is_verify" asks for logits only: the first token is sampled here, with the request's own seed.
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        params = SamplingParams.from_sampling_info(batch.sampling_info)
+        params = sampling_params(batch)
         logits = result.logits_output.next_token_logits
         tokens = sample_target(logits, params, self.seeds.of(batch.req_pool_indices), batch.seq_lens)
         new_seq_lens = batch.seq_lens.clone()
@@ -206,6 +206,13 @@ class S3RWorker(BaseSpecWorker):
 
     def update_weights_from_tensor(self, recv_req):
         return self.target_worker.update_weights_from_tensor(recv_req)
+
+
+def sampling_params(batch: ScheduleBatch) -> SamplingParams:
+    """Parameters of the batch; the requests are only walked if one of them has a top-k (greedy counts)."""
+    info = batch.sampling_info
+    top_ks = [req.sampling_params.top_k for req in batch.reqs] if info.need_top_k_sampling else None
+    return SamplingParams.from_sampling_info(info, top_ks)
 
 
 def bench_probe(tp_rank: int):

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import platform
 import shlex
 import subprocess
@@ -168,7 +169,12 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """Commit of the checkout that this package runs from, marked if it has changes."""
+    """Commit of the checkout that this package runs from, marked if it has changes.
+
+    A copy without `.git` is named by the environment variable S3R_COMMIT.
+    """
+    if "S3R_COMMIT" in os.environ:
+        return os.environ["S3R_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -35,7 +35,8 @@ LENGTHS = [
     3000,
 ]
 LONG = (2048, 2500, 3000, 3500, 4000, 4096)
-CHAT = "<|im_start|>user\nWhat is the capital of France? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\n"
+QUESTION = "What is the capital of France? Answer in one sentence."
+CHAT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def run(model: str, prompts: list[list[int]], long: list[list[int]], **speculation) -> dict:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from s3r_sglang.compat import require_tested_sglang
-from s3r_sglang.patches import kv_cache_builder, scheduler, server_args, tokenizer_manager, verify_input
+from s3r_sglang.patches import (
+    kv_cache_builder,
+    schedule_batch,
+    scheduler,
+    server_args,
+    tokenizer_manager,
+    verify_input,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,16 @@ HOOKS = (
         f"{_SRT}.speculative.spec_info.create_dummy_verify_input", "AROUND", verify_input.chain_verify_input
     ),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.get_internal_state", "AFTER", scheduler.add_internal_state),
+    Hook(
+        f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
+        "AROUND",
+        schedule_batch.first_end_of_a_block,
+    ),
+    Hook(
+        f"{_SRT}.managers.schedule_batch.Req._compute_max_prefix_len",
+        "AFTER",
+        schedule_batch.leave_the_prompts_last_queries,
+    ),
 )
 FIELDS = f"{_SRT}.server_args.ServerArgs (fields)"
 ALGORITHM = f"{_SRT}.speculative.spec_registry (algorithm)"

@@ -40,6 +40,9 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace each setting too: kernel times by kind, GPU idle time.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.md, report.png.")] = None,
 ) -> None:
     """Measure decode throughput with S3R and without, in one go and otherwise alike.
@@ -65,6 +68,7 @@ def bench(
         sampling={"temperature": temperature, "top_p": top_p},
         dtype=dtype,
         out=out,
+        profile=profile,
     )
     backend_argv = ["--attention-backend", backend] if backend else []
     try:

@@ -51,6 +51,7 @@ class Options:
     sampling: dict[str, Any]
     dtype: str | None
     out: Path | None
+    profile: bool
 
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> Report:
@@ -97,6 +98,8 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
         prompts = load.text_prompts(folder, options.text, most, longest)
     else:
         prompts = load.random_prompts(paper.read_config(folder)["vocab_size"], most, longest)
+    if options.profile and not cpu.has_gpu():
+        raise LoadError("--profile traces GPU kernels: there is no GPU")
     memory = MEMORY if cpu.has_gpu() and not any(w.startswith(MEMORY[0]) for w in engine_argv) else []
     return run.Job(
         model=folder,
@@ -110,6 +113,7 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
         sampling=options.sampling,
         prompts=prompts,
         imposed_acceptance=parse_profile(options.imposed_acceptance),
+        profile=options.profile,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from s3r_sglang.bench import paper
+from s3r_sglang.bench.kernel_times import KernelTimes
 from s3r_sglang.bench.load import Window
 from s3r_sglang.metrics import acceptance_by_position
 
@@ -143,6 +144,7 @@ class SettingResult(Record):
         accept_histogram: accept_histogram[a] counts the rounds that accepted exactly a drafts.
         stages: of S3R's rounds.
         traffic: of an autoregressive, a draft and a verify step.
+        kernels: "autoregressive" and "s3r", of a traced run; empty without one.
     """
 
     batch_size: int
@@ -154,6 +156,7 @@ class SettingResult(Record):
     accept_histogram: tuple[int, ...]
     stages: StageTimes
     traffic: dict[str, Traffic]
+    kernels: dict[str, KernelTimes] = {}
 
     @computed_field
     @property

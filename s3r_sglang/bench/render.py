@@ -63,12 +63,45 @@ def _traffic_columns() -> dict[str, Cell]:
     }
 
 
-def _sections(report: Report) -> dict[str, dict[str, Cell]]:
+def _kernel_columns(report: Report) -> dict[str, Cell]:
+    """The quantities of the paper's Table 6: attention per forward, of which an S3R round has k + 1."""
+
+    def per_forward(row: SettingResult) -> float:
+        return row.kernels["s3r"].attention_ms / (row.draft_length + 1)
+
+    def paper_pair(row: SettingResult) -> str:
+        stages = paper.stages_of(report.model["name"], row.batch_size, row.context)
+        return "" if stages is None else f"{stages.ar_attention_ms:.2f} -> {stages.s3r_attention_ms:.2f}"
+
+    def kinds(name: str) -> Cell:
+        return lambda row: ", ".join(
+            f"{kind} {time:.2f}"
+            for kind, time in sorted(row.kernels[name].kind_ms.items(), key=lambda x: -x[1])
+        )
+
     return {
+        "B x S": lambda row: f"{row.batch_size} x {row.context}",
+        "attention per forward, AR -> S3R": lambda row: (
+            f"{row.kernels['autoregressive'].attention_ms:.2f} -> {per_forward(row):.2f}"
+        ),
+        "paper": paper_pair,
+        "AR step": kinds("autoregressive"),
+        "S3R round": kinds("s3r"),
+        "GPU idle, AR / S3R": lambda row: (
+            f"{row.kernels['autoregressive'].idle_share:.1%} / {row.kernels['s3r'].idle_share:.1%}"
+        ),
+    }
+
+
+def _sections(report: Report) -> dict[str, dict[str, Cell]]:
+    sections = {
         "Throughput": _throughput_columns(report),
         "Stages (ms)": _stage_columns(report),
         "Bytes read per step (weights + KV, predicted), and the rate achieved": _traffic_columns(),
     }
+    if all(row.kernels for row in report.settings):
+        sections["Kernels of a traced run (ms)"] = _kernel_columns(report)
+    return sections
 
 
 def _with_range(median: float, spread: tuple[float, float]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from s3r_sglang import cpu, launch
-from s3r_sglang.bench import check, load, traffic
+from s3r_sglang.bench import check, kernel_times, load, traffic
 from s3r_sglang.bench.load import LoadError, Setting, Window
 from s3r_sglang.bench.probe import PROBE_ENV, ProbeConfig
 from s3r_sglang.bench.records import (
@@ -26,6 +26,8 @@ CHECK_RESPONSES = 8
 # What a request occupies beyond its tokens: SGLang allocates two blocks ahead under speculation.
 BLOCKS_AHEAD = 2
 WARM_UP_TOKENS = 16
+# Forwards in a trace: decode steps, or rounds, which hold k + 1 forwards each.
+TRACED_STEPS, TRACED_ROUNDS = 24, 6
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Job:
 
     Attributes:
         engine_argv: arguments of SGLang for both engines; those for speculation reach the S3R engine only.
+        profile: whether to trace each setting after its repeats.
         prompts: token ids, as many and as long as the largest setting and the check need. A setting takes
             the heads of the first B: so a sweep finds part of their KV in the radix cache, and spends its
             time on decoding.
@@ -50,6 +53,7 @@ class Job:
     sampling: dict[str, Any]
     prompts: list[list[int]]
     imposed_acceptance: tuple[float, ...] | None
+    profile: bool = False
 
     @property
     def check_lengths(self) -> tuple[int, int]:
@@ -69,6 +73,7 @@ class EngineRun:
 
     windows: dict[Setting, list[Window]]
     histograms: dict[Setting, list[int]]
+    kernels: dict[Setting, kernel_times.KernelTimes]
     greedy: list[check.Greedy]
     server_args: dict[str, Any]
 
@@ -102,10 +107,10 @@ def run(job: Job, progress: Progress) -> Outcome:
         stage_times = Path(scratch) / "rounds.jsonl"
         with _engine(job, True, stage_times, progress) as engine:
             config = config_of(engine.server_args)
-            s3r = _measure(job, engine, "S3R", load.S3R_STREAM_INTERVAL, progress)
+            s3r = _measure(job, engine, "S3R", load.S3R_STREAM_INTERVAL, shape.num_layers, progress)
         rows = read_stage_times(stage_times)
     with _engine(job, False, None, progress) as engine:
-        dense = _measure(job, engine, "autoregressive", load.AR_STREAM_INTERVAL, progress)
+        dense = _measure(job, engine, "autoregressive", load.AR_STREAM_INTERVAL, shape.num_layers, progress)
         progress("autoregressive: scoring the responses of both engines")
         correctness = check.compare(engine, s3r.greedy, dense.greedy, job.load_format != "dummy")
     return Outcome(
@@ -146,11 +151,13 @@ def _engine(job: Job, speculative: bool, stage_times: Path | None, progress: Pro
         engine.shutdown()
 
 
-def _measure(job: Job, engine: Any, title: str, stream_interval: int, progress: Progress) -> EngineRun:
+def _measure(
+    job: Job, engine: Any, title: str, stream_interval: int, num_layers: int, progress: Progress
+) -> EngineRun:
     _check_capacity(job, engine)
     prompt_length, response_length = job.check_lengths
     progress(f"{title}: greedy responses")
-    found = EngineRun({}, {}, [], _telling_arguments(engine))
+    found = EngineRun({}, {}, {}, [], _telling_arguments(engine))
     prompts = job.prompts_of(Setting(CHECK_RESPONSES, prompt_length))
     found.greedy = check.greedy(engine, prompts, response_length)
     for setting in job.settings:
@@ -167,7 +174,19 @@ def _measure(job: Job, engine: Any, title: str, stream_interval: int, progress: 
             traces += latest
         found.windows[setting] = windows
         found.histograms[setting] = load.accept_histogram(traces)
+        if job.profile:
+            progress(f"{title} {setting}: tracing kernels")
+            found.kernels[setting] = _trace(job, engine, prompts, num_layers)
     return found
+
+
+def _trace(job: Job, engine: Any, prompts: list[list[int]], num_layers: int) -> kernel_times.KernelTimes:
+    draft_length = engine.server_args.speculative_num_steps or 0
+    steps = TRACED_ROUNDS if draft_length else TRACED_STEPS
+    params = {**job.sampling, "max_new_tokens": job.new_tokens, "ignore_eos": True}
+    events = kernel_times.trace(engine, prompts, params, steps, job.settle_tokens)
+    # The draft's kernel runs in every layer of every draft step, more often than any other attention kernel.
+    return kernel_times.summarize(events, num_layers * max(1, draft_length))
 
 
 def _check_capacity(job: Job, engine: Any) -> None:
@@ -227,4 +246,7 @@ def _result(
             name: Traffic(weight_bytes=step.weights, kv_bytes=step.kv, milliseconds=milliseconds[name])
             for name, step in steps.items()
         },
+        kernels={"s3r": s3r.kernels[setting], "autoregressive": dense.kernels[setting]}
+        if job.profile
+        else {},
     )

@@ -1,0 +1,157 @@
+"""GPU time by kind of kernel, from a trace of SGLang's profiler: the attention time of the paper's Table 6.
+
+The stage times of the probe say what a round costs; this says what it is spent on, and how long the GPU idles
+within it. A traced run is slower than a timed one, so no throughput comes from here.
+"""
+
+import asyncio
+import gzip
+import json
+import re
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+# First match wins. Names of FlashAttention 3, FlashInfer, SGLang's Triton kernels, cuBLAS and ours.
+KINDS = {
+    "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|softmax_warp|cunn_SoftMax|TopK|TopP|argmax",
+    "index refresh": r"_scores_kernel|_lse_kernel|_select_kernel|_group_maxima|_make_shortlist",
+    "attention": r"flash|fmha|attention|attn|prepare_varlen|_sparse_decode_kernel|_verify_kernel|_combine_kernel"
+    r"|BatchDecode|BatchPrefill|_fwd_kernel",
+    "projections": r"gemm|nvjet|cutlass|cublas|splitK|xmma",
+    "communication": r"nccl|all_reduce|allreduce|all_gather",
+}
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+TRACE_TIMEOUT_S = 120.0
+
+
+class KernelTimes(BaseModel):
+    """What a step (autoregressive) or a round (S3R) consists of.
+
+    Attributes:
+        steps: traced steps or rounds.
+        kind_ms: time per step by kind of kernel; the kinds of `KINDS`, and "other".
+        idle_share: share of the traced time in which no kernel, copy or fill ran.
+        longest: the kernels that took longest, with ms per step.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: float
+    kind_ms: dict[str, float]
+    idle_share: float
+    longest: dict[str, float]
+
+    @property
+    def attention_ms(self) -> float:
+        """Attention per step or round, without the refresh of the index."""
+        return self.kind_ms.get("attention", 0.0)
+
+
+def kind_of(kernel: str) -> str:
+    """The key of `KINDS` that a kernel name belongs to, or "other"."""
+    return next((kind for kind, names in KINDS.items() if re.search(names, kernel)), "other")
+
+
+def summarize(events: Iterable[dict[str, Any]], launches_per_step: int) -> KernelTimes:
+    """Aggregate the GPU events of a Chrome trace.
+
+    Args:
+        events: `traceEvents`; times in microseconds.
+        launches_per_step: how often the most frequent attention kernel runs in a step or round: the number
+            of layers, times k if it drafts.
+
+    Raises:
+        ValueError: there is no attention kernel among the events.
+    """
+    work = [event for event in events if event.get("cat") in _WORK]
+    kernels = [event for event in work if event["cat"] == "kernel"]
+    launches = Counter(event["name"] for event in kernels if kind_of(event["name"]) == "attention")
+    if not launches:
+        raise ValueError("the trace holds no attention kernel")
+    steps = max(launches.values()) / launches_per_step
+    by_kind: dict[str, float] = defaultdict(float)
+    by_name: dict[str, float] = defaultdict(float)
+    for event in kernels:
+        by_kind[kind_of(event["name"])] += event["dur"] / 1e3 / steps
+        by_name[event["name"]] += event["dur"] / 1e3 / steps
+    longest = sorted(by_name, key=lambda name: -by_name[name])[:12]
+    return KernelTimes(
+        steps=steps,
+        kind_ms=dict(by_kind),
+        idle_share=_idle_share(work),
+        longest={name[:120]: by_name[name] for name in longest},
+    )
+
+
+def _idle_share(work: Sequence[dict[str, Any]]) -> float:
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work)
+    busy, reached = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return 1 - busy / (reached - spans[0][0])
+
+
+def trace(
+    engine: Any, prompts: Sequence[list[int]], params: dict[str, Any], num_steps: int, settle_tokens: int
+) -> list[dict[str, Any]]:
+    """Decode `prompts`, and trace the GPU for `num_steps` forwards once all requests are under way.
+
+    Args:
+        engine: a running `sgl.Engine` on a GPU.
+        prompts: [B][S] token ids.
+        params: sampling parameters; `max_new_tokens` must reach well beyond the traced steps.
+        num_steps: decode steps or rounds.
+        settle_tokens: tokens that every request emits before.
+
+    Returns:
+        The trace's events, of rank 0.
+
+    Raises:
+        TimeoutError: SGLang wrote no trace.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        engine.loop.run_until_complete(_decode(engine, prompts, params, num_steps, settle_tokens, folder))
+        deadline = time.monotonic() + TRACE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for file in Path(folder).glob("*-TP-0*.trace.json.gz"):
+                try:
+                    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+                except (EOFError, ValueError):
+                    pass  # still being written
+            time.sleep(0.5)
+    raise TimeoutError(f"SGLang wrote no trace within {TRACE_TIMEOUT_S:.0f} s")
+
+
+async def _decode(engine, prompts, params, num_steps, settle_tokens, folder) -> None:
+    from sglang.srt.managers.io_struct import ProfileReq
+
+    settled = asyncio.Semaphore(0)
+
+    async def one(prompt: list[int]) -> None:
+        waiting = True
+        async for chunk in await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
+            if waiting and chunk["meta_info"]["completion_tokens"] >= settle_tokens:
+                waiting = False
+                settled.release()
+
+    async def profile() -> None:
+        for _ in prompts:
+            await settled.acquire()
+        await engine.tokenizer_manager.start_profile(
+            ProfileReq(
+                output_dir=folder,
+                num_steps=num_steps,
+                activities=["GPU"],
+                with_stack=False,
+                record_shapes=False,
+            )
+        )
+
+    await asyncio.gather(profile(), *map(one, prompts))

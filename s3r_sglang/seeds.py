@@ -13,17 +13,28 @@ class RequestSeeds:
 
     A request with a `sampling_seed` of its own is reproducible on any server. The others are numbered in the
     order of their first prefill; all tensor-parallel ranks see the same order, so they draw the same noise.
+    Data-parallel replicas take turns with the numbers: with the same ones, samples of a group that were routed
+    to different replicas would be equal.
 
     Args:
-        base_seed: seed of the server, equal on all ranks.
+        base_seed: seed of the server, equal on all ranks and replicas.
         num_slots: request slots of SGLang's request pool.
         device: where the seeds are read.
+        replica, num_replicas: data-parallel rank and size.
     """
 
-    def __init__(self, base_seed: int, num_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        base_seed: int,
+        num_slots: int,
+        device: torch.device | str,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
         self._base_seed = base_seed
         self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._num_admitted = 0
+        self._next_ordinal = replica
+        self._num_replicas = num_replicas
 
     def admit(self, reqs: list[Req], req_pool_indices: torch.Tensor) -> None:
         """Record the seeds of the requests of a prefill batch under their slots [B]."""
@@ -41,7 +52,10 @@ class RequestSeeds:
         seed = getattr(req, "s3r_seed", None)
         if seed is None:
             user_seed = req.sampling_params.sampling_seed
-            seed = request_seed(self._base_seed, user_seed, self._num_admitted if user_seed is None else 0)
-            self._num_admitted += user_seed is None
+            if user_seed is None:
+                seed = request_seed(self._base_seed, None, self._next_ordinal)
+                self._next_ordinal += self._num_replicas
+            else:
+                seed = request_seed(self._base_seed, user_seed, 0)
             req.s3r_seed = seed
         return seed

@@ -163,7 +163,9 @@ class S3RWorker(BaseSpecWorker):
         # Before the pools: SGLang gives the KV cache what is then left of the GPU's memory.
         self.state = RoundState.allocate(self.config, self.model_runner)
         base_seed = target_worker.random_seed if self.config.seed is None else self.config.seed
-        self.seeds = RequestSeeds(base_seed, self.state.num_slots, self.device)
+        self.seeds = RequestSeeds(
+            base_seed, self.state.num_slots, self.device, replica=ps.dp_rank or 0, num_replicas=ps.dp_size
+        )
         logger.info("S3R: %s; %.2f GB of state on the device", self.config, self.state.nbytes / 1e9)
 
     def alloc_memory_pool(

@@ -13,6 +13,7 @@ from typing import Any
 
 from s3r_sglang.compat import require_tested_sglang
 from s3r_sglang.patches import (
+    allocation_sizing,
     kv_cache_builder,
     schedule_batch,
     scheduler,
@@ -49,6 +50,11 @@ HOOKS = (
     Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
     Hook(f"{_TOKENIZER}._send_one_request", "BEFORE", tokenizer_manager.seed_parallel_sample),
     Hook(f"{_TOKENIZER}._calculate_spec_decoding_metrics", "AFTER", tokenizer_manager.add_meta_info),
+    Hook(
+        f"{_SRT}.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        "AFTER",
+        allocation_sizing.cover_the_reserve,
+    ),
     Hook(f"{_SRT}.mem_cache.kv_cache_builder.get_draft_kv_pool", "AROUND", kv_cache_builder.no_draft_kv_pool),
     Hook(
         f"{_SRT}.speculative.spec_info.create_dummy_verify_input", "AROUND", verify_input.chain_verify_input

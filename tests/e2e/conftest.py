@@ -11,7 +11,6 @@ import torch
 
 from s3r_sglang import cpu, models
 
-
 # The tests compare in float32, which FlashAttention 3 lacks; a few graph sizes exercise padding and capture.
 GPU_ARGS = {
     "attention_backend": "triton",
@@ -84,6 +83,17 @@ def tiny_llama(tmp_path_factory):
     return folder, make_tiny_llama(folder, vocab_size=4)
 
 
+@pytest.fixture(scope="module")
+def unused_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def write_llama():
+    """See `make_tiny_llama`."""
+    return make_tiny_llama
+
+
 @pytest.fixture(scope="session")
 def engine():
     """Factory of engines, see `run_engine`."""
@@ -109,3 +119,38 @@ def text_ids(smollm2) -> list[int]:
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return AutoTokenizer.from_pretrained(smollm2)(text[:100_000], verbose=False).input_ids
+
+
+@pytest.fixture(scope="module")
+def current_engine():
+    """Function that gives the running engine of a model and arguments, in place of the one it gave before.
+
+    One process can hold one engine: the end of another would take the children of all with it.
+    """
+    with contextlib.ExitStack() as stack:
+        running = {}
+
+        def current(model_path, **kwargs):
+            if running.get("args") != (model_path, kwargs):
+                stack.close()
+                running["engine"] = stack.enter_context(run_engine(model_path, **kwargs))
+                running["args"] = (model_path, kwargs)
+            return running["engine"]
+
+        yield current
+
+
+@pytest.fixture(scope="module")
+def probed_environment(tmp_path_factory):
+    """Engines started under this fixture load the plugin `probes/s3r_probes.py` in their scheduler process."""
+    folder = tmp_path_factory.mktemp("probes")
+    distribution = folder / "s3r_probes-0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: s3r-probes\nVersion: 0\n")
+    (distribution / "entry_points.txt").write_text("[sglang.srt.plugins]\nprobes = s3r_probes:register\n")
+    probes = Path(__file__).with_name("probes")
+    # A spawned process takes over the search path of its parent.
+    with pytest.MonkeyPatch.context() as patch:
+        for entry in (folder, probes):
+            patch.syspath_prepend(entry)
+        yield

@@ -1,0 +1,130 @@
+"""A plugin of SGLang for the tests: remote calls that look into the scheduler process, or plant a bug there.
+
+`engine.collective_rpc(name, …)` calls an attribute of the scheduler by name and returns nothing, so what a
+probe finds goes to a file. The fixture `probed_environment` makes SGLang load this module.
+"""
+
+import functools
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+def register() -> None:
+    """Entry point: give the scheduler its probes once it is built."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", add_probes, HookType.AFTER)
+
+
+def add_probes(_, scheduler, *args, **kwargs) -> None:
+    scheduler.probe_kv = functools.partial(probe_kv, scheduler)
+    planted = ExitStack()
+    scheduler.plant = functools.partial(plant, planted)
+
+
+def probe_kv(scheduler, token_ids: list[int], path: str) -> None:
+    """Save the KV rows that a request starting with `token_ids` would take from the radix cache.
+
+    Writes [2, layers, n, Hkv, D], n being the cached length.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    key = RadixKey(array("q", token_ids), None, is_bigram=scheduler.tree_cache.is_eagle)
+    rows = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    kv = [torch.stack([buffer[rows] for buffer in buffers]) for buffers in (pool.k_buffer, pool.v_buffer)]
+    torch.save(torch.stack(kv).cpu(), path)
+
+
+def plant(planted: ExitStack, bug: str | None) -> None:
+    """Remove the bug planted before, and plant `bug` if there is one."""
+    planted.close()
+    if bug is not None:
+        planted.enter_context(BUGS[bug]())
+
+
+def provisional_kv_kept():
+    """Verification attends to its own K and V, and then puts back those of the sparse draft."""
+    from s3r_sglang.attention import DenseAttention
+
+    original = DenseAttention.forward_extend
+
+    def forward_extend(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        if not forward_batch.forward_mode.is_target_verify():
+            return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        block = self.state.block_size
+        drafted = forward_batch.out_cache_loc.view(-1, block)[:, :-1].flatten()
+        pool = self.token_to_kv_pool
+        buffers = [get(layer.layer_id) for get in (pool.get_key_buffer, pool.get_value_buffer)]
+        provisional = [buffer[drafted].clone() for buffer in buffers]
+        output = original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        for buffer, rows in zip(buffers, provisional, strict=True):
+            buffer[drafted] = rows
+        return output
+
+    return patch.object(DenseAttention, "forward_extend", forward_extend)
+
+
+def residual_is_p():
+    """A rejected draft is replaced by a sample of p, which may be the rejected token again."""
+    from s3r_sglang.kernels.reference import chain_sampling
+
+    return patch.object(chain_sampling, "residual_weights", lambda p, q: p)
+
+
+def verified_at_another_temperature():
+    from s3r_sglang import sampling, worker
+
+    def verify_sample(logits, tokens, q, params, *args):
+        params = replace(params, temperatures=params.temperatures * 1.15)
+        return sampling.verify_sample(logits, tokens, q, params, *args)
+
+    return patch.object(worker, "verify_sample", verify_sample)
+
+
+def q_recomputed():
+    """The acceptance test sees another q than the one the drafts were sampled from."""
+    from s3r_sglang import sampling, worker
+
+    def verify_sample(logits, tokens, q, *args):
+        sharper = q**1.3
+        return sampling.verify_sample(logits, tokens, sharper / sharper.sum(-1, keepdim=True), *args)
+
+    return patch.object(worker, "verify_sample", verify_sample)
+
+
+def one_noise_for_all():
+    """Accept coins and residual draws reuse the words that drew the drafts."""
+    from s3r_sglang.kernels.reference import chain_sampling
+
+    streams = SimpleNamespace(**dict.fromkeys(("DRAFT", "ACCEPT", "RESIDUAL", "PREFILL"), 0))
+    return patch.object(chain_sampling, "Stream", streams)
+
+
+def worst_positions_indexed():
+    """Not a bug of the law: the index keeps the positions with the least attention."""
+    from s3r_sglang import index
+
+    original = index.select_positions
+    return patch.object(index, "select_positions", lambda scores, *args: original(-scores, *args))
+
+
+BUGS: dict[str, Callable[[], Any]] = {
+    bug.__name__: bug
+    for bug in (
+        provisional_kv_kept,
+        residual_is_p,
+        verified_at_another_temperature,
+        q_recomputed,
+        one_noise_for_all,
+        worst_positions_indexed,
+    )
+}

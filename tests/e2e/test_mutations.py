@@ -1,0 +1,70 @@
+"""Planted bugs fail the gate of `test_exactness.py`: it can see each of them.
+
+The bugs are planted in, and removed from, the scheduler process of one running engine (`probes/s3r_probes.py`).
+The last mutation is a control: a bad index lowers the acceptance and leaves the law of the responses alone.
+
+Noise keyed by position instead of by round biases this gate too little to be seen (p = 0.46); the constructed
+case of `tests/stages/test_sampling.py` shows it.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the bugs are planted in the PyTorch references"),
+]
+
+
+@pytest.fixture(scope="module")
+def gate():
+    """The module `test_exactness`; tests are not importable as a package."""
+    path = Path(__file__).with_name("test_exactness.py")
+    spec = importlib.util.spec_from_file_location("exactness_gate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def mutant(probed_environment, engine, tiny_llama, gate):
+    with engine(tiny_llama[0], **gate.STARVED) as running:
+        yield running
+
+
+def run_gate(gate, engine, model, bug: str | None) -> tuple[float, float]:
+    """p-value of the responses' joint law and acceptance, with `bug` planted."""
+    engine.flush_cache()
+    engine.collective_rpc("plant", bug=bug)
+    try:
+        sampling = {"temperature": 1.0}
+        law = gate.enumerated_law(model, gate.PROMPT, **sampling)
+        responses, acceptance = gate.sample(engine, [gate.PROMPT] * gate.SAMPLES, [sampling] * gate.SAMPLES)
+    finally:
+        engine.collective_rpc("plant", bug=None)
+    return gate.p_value(responses, law), acceptance
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "provisional_kv_kept",
+        "residual_is_p",
+        "verified_at_another_temperature",
+        "q_recomputed",
+        "one_noise_for_all",
+    ],
+)
+def test_gate_sees_the_bug(gate, mutant, tiny_llama, bug):
+    p_value, _ = run_gate(gate, mutant, tiny_llama[1], bug)
+    assert p_value < 1e-6
+
+
+def test_gate_passes_with_a_bad_index(gate, mutant, tiny_llama):
+    sound_p, acceptance = run_gate(gate, mutant, tiny_llama[1], None)
+    p_value, lower = run_gate(gate, mutant, tiny_llama[1], "worst_positions_indexed")
+    assert min(p_value, sound_p) > 1e-4
+    assert lower < acceptance - 0.01

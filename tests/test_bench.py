@@ -190,7 +190,7 @@ def test_stage_times_leave_out_other_settings_and_prefills():
     assert times.draft_ms == 5.0
     assert times.gap_ms == 2.0
     assert times.gap_share == 2 / 11
-    with pytest.raises(ValueError, match="timed no rounds of 32 requests"):
+    with pytest.raises(LoadError, match="timed no rounds of 32 requests"):
         StageTimes.of(rows, 32, 8192, 8448)
 
 

@@ -33,11 +33,16 @@ class ProbeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stage_times: Path | None = Field(None, description="File to write, one JSON object per round and line.")
-    imposed_acceptance: tuple[float, ...] | None = Field(
-        None, description="P(draft i is accepted), i = 1 … k, not conditional on the drafts before it."
+    stage_times: Path | None = Field(
+        default=None, description="File to write, one JSON object per round and line."
     )
-    imposed_from: int = Field(0, ge=0, description="Rounds that start at a shorter length are left alone.")
+    imposed_acceptance: tuple[float, ...] | None = Field(
+        default=None,
+        description="P(draft i is accepted), i = 1 … k, not conditional on the drafts before it.",
+    )
+    imposed_from: int = Field(
+        default=0, ge=0, description="Rounds that start at a shorter length are left alone."
+    )
 
     @field_validator("imposed_acceptance")
     @classmethod

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from s3r_sglang.bench import paper
 from s3r_sglang.bench.kernel_times import KernelTimes
-from s3r_sglang.bench.load import Window
+from s3r_sglang.bench.load import LoadError, Window
 from s3r_sglang.metrics import acceptance_by_position
 
 SCHEMA_VERSION = 1
@@ -93,7 +93,7 @@ class StageTimes(Record):
             first, last: bounds of the mean context of the setting's rounds.
 
         Raises:
-            ValueError: no such rounds.
+            LoadError: no such rounds.
         """
 
         def of_setting(row: dict[str, Any]) -> bool:
@@ -105,7 +105,7 @@ class StageTimes(Record):
             if of_setting(before) and of_setting(row) and before["context"] < row["context"]
         ]
         if not kept:
-            raise ValueError(
+            raise LoadError(
                 f"the worker timed no rounds of {batch_size} requests at {first} to {last} tokens"
             )
         stages = ("draft_ms", "verify_ms", "sample_ms", "round_ms")

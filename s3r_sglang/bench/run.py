@@ -25,7 +25,6 @@ from s3r_sglang.config import S3RConfig, config_of
 CHECK_RESPONSES = 8
 # What a request occupies beyond its tokens: SGLang allocates two blocks ahead under speculation.
 BLOCKS_AHEAD = 2
-WARM_UP_TOKENS = 16
 # Forwards in a trace: decode steps, or rounds, which hold k + 1 forwards each.
 TRACED_STEPS, TRACED_ROUNDS = 24, 6
 
@@ -73,7 +72,6 @@ class EngineRun:
 
     windows: dict[Setting, list[Window]]
     histograms: dict[Setting, list[int]]
-    kernels: dict[Setting, kernel_times.KernelTimes]
     greedy: list[check.Greedy]
     server_args: dict[str, Any]
 
@@ -90,6 +88,7 @@ class Outcome:
 
 
 Progress = Callable[[str], None]
+Kernels = dict[Setting, kernel_times.KernelTimes]
 
 
 def run(job: Job, progress: Progress) -> Outcome:
@@ -103,18 +102,35 @@ def run(job: Job, progress: Progress) -> Outcome:
         LoadError: a setting does not fit, or no steady window exists.
     """
     shape = traffic.ModelShape.read(job.model, job.dtype)
+    kernels: dict[str, Kernels] = {}
     with tempfile.TemporaryDirectory() as scratch:
         stage_times = Path(scratch) / "rounds.jsonl"
         with _engine(job, True, stage_times, progress) as engine:
             config = config_of(engine.server_args)
-            s3r = _measure(job, engine, "S3R", load.S3R_STREAM_INTERVAL, shape.num_layers, progress)
-        rows = read_stage_times(stage_times)
+            s3r = _measure(job, engine, "S3R", load.S3R_STREAM_INTERVAL, progress)
+            stages = _stage_times(job, read_stage_times(stage_times))
+            if job.profile:
+                kernels["s3r"] = _trace(job, engine, "S3R", shape.num_layers, progress)
     with _engine(job, False, None, progress) as engine:
-        dense = _measure(job, engine, "autoregressive", load.AR_STREAM_INTERVAL, shape.num_layers, progress)
+        dense = _measure(job, engine, "autoregressive", load.AR_STREAM_INTERVAL, progress)
         progress("autoregressive: scoring the responses of both engines")
         correctness = check.compare(engine, s3r.greedy, dense.greedy, job.load_format != "dummy")
+        if job.profile:
+            kernels["autoregressive"] = _trace(job, engine, "autoregressive", shape.num_layers, progress)
     return Outcome(
-        settings=[_result(job, setting, s3r, dense, rows, config, shape) for setting in job.settings],
+        settings=[
+            _result(
+                job,
+                setting,
+                s3r,
+                dense,
+                config=config,
+                stages=stages[setting],
+                traffic=_traffic(job, setting, dense, stages[setting], config, shape),
+                kernels={name: found[setting] for name, found in kernels.items()},
+            )
+            for setting in job.settings
+        ],
         correctness=correctness,
         config=config,
         shape=shape,
@@ -151,42 +167,49 @@ def _engine(job: Job, speculative: bool, stage_times: Path | None, progress: Pro
         engine.shutdown()
 
 
-def _measure(
-    job: Job, engine: Any, title: str, stream_interval: int, num_layers: int, progress: Progress
-) -> EngineRun:
+def _measure(job: Job, engine: Any, title: str, stream_interval: int, progress: Progress) -> EngineRun:
     _check_capacity(job, engine)
     prompt_length, response_length = job.check_lengths
     progress(f"{title}: greedy responses")
-    found = EngineRun({}, {}, {}, [], _telling_arguments(engine))
+    found = EngineRun({}, {}, [], _telling_arguments(engine))
     prompts = job.prompts_of(Setting(CHECK_RESPONSES, prompt_length))
     found.greedy = check.greedy(engine, prompts, response_length)
     for setting in job.settings:
-        prompts = job.prompts_of(setting)
-        # Compiles what is left to compile, and leaves the prompts' KV in the radix cache for the repeats:
-        # they differ in decoding only, which is what is timed.
-        progress(f"{title} {setting}: prefill and warm-up")
-        load.decode(engine, prompts, job.sampling, min(WARM_UP_TOKENS, job.new_tokens), stream_interval)
-        windows, traces = [], []
-        for repeat in range(job.repeats):
-            progress(f"{title} {setting}: repeat {repeat + 1} of {job.repeats}")
-            latest = load.decode(engine, prompts, job.sampling, job.new_tokens, stream_interval)
-            windows.append(load.steady_window(latest, job.settle_tokens))
-            traces += latest
-        found.windows[setting] = windows
-        found.histograms[setting] = load.accept_histogram(traces)
-        if job.profile:
-            progress(f"{title} {setting}: tracing kernels")
-            found.kernels[setting] = _trace(job, engine, prompts, num_layers)
+        traces = _time(job, engine, setting, title, stream_interval, progress)
+        found.windows[setting] = [load.steady_window(repeat, job.settle_tokens) for repeat in traces]
+        found.histograms[setting] = load.accept_histogram([trace for repeat in traces for trace in repeat])
     return found
 
 
-def _trace(job: Job, engine: Any, prompts: list[list[int]], num_layers: int) -> kernel_times.KernelTimes:
+def _time(
+    job: Job, engine: Any, setting: Setting, title: str, stream_interval: int, progress: Progress
+) -> list[list[load.Trace]]:
+    """Traces of all requests, per repeat."""
+    prompts = job.prompts_of(setting)
+    # Compiles what is left to compile, and leaves the prompts' KV in the radix cache for the repeats: they
+    # differ in decoding only, which is what is timed.
+    progress(f"{title} {setting}: prefill and warm-up")
+    load.decode(engine, prompts, job.sampling, job.settle_tokens, stream_interval)
+    found = []
+    for repeat in range(job.repeats):
+        progress(f"{title} {setting}: repeat {repeat + 1} of {job.repeats}")
+        found.append(load.decode(engine, prompts, job.sampling, job.new_tokens, stream_interval))
+    return found
+
+
+def _trace(job: Job, engine: Any, title: str, num_layers: int, progress: Progress) -> Kernels:
+    """Kernel times of every setting; last, as a traced process may launch CUDA graphs more slowly ever after."""
     draft_length = engine.server_args.speculative_num_steps or 0
     steps = TRACED_ROUNDS if draft_length else TRACED_STEPS
     params = {**job.sampling, "max_new_tokens": job.new_tokens, "ignore_eos": True}
-    events = kernel_times.trace(engine, prompts, params, steps, job.settle_tokens)
     # The draft's kernel runs in every layer of every draft step, more often than any other attention kernel.
-    return kernel_times.summarize(events, num_layers * max(1, draft_length))
+    launches = num_layers * max(1, draft_length)
+    found = {}
+    for setting in job.settings:
+        progress(f"{title} {setting}: tracing kernels")
+        events = kernel_times.trace(engine, job.prompts_of(setting), params, steps, job.settle_tokens)
+        found[setting] = kernel_times.summarize(events, launches)
+    return found
 
 
 def _check_capacity(job: Job, engine: Any) -> None:
@@ -210,43 +233,52 @@ def _telling_arguments(engine: Any) -> dict[str, Any]:
     return {name: getattr(engine.server_args, name) for name in names}
 
 
-def _result(
-    job: Job,
-    setting: Setting,
-    s3r: EngineRun,
-    dense: EngineRun,
-    rows: list[dict[str, Any]],
-    config: S3RConfig,
-    shape: traffic.ModelShape,
-) -> SettingResult:
-    batch_size, context = setting.batch_size, setting.context
-    stages = StageTimes.of(rows, batch_size, context, context + job.new_tokens)
-    autoregressive = Throughput.of(dense.windows[setting])
-    middle = context + job.new_tokens / 2
-    full, sparse = (
-        traffic.dense_step(shape, batch_size, middle),
-        traffic.draft_step(shape, config, batch_size, middle),
-    )
-    milliseconds = {
-        "autoregressive": autoregressive.step_ms(batch_size),
-        "draft": stages.draft_ms / config.draft_length,
-        "verify": stages.verify_ms,
+def _stage_times(job: Job, rows: list[dict[str, Any]]) -> dict[Setting, StageTimes]:
+    """Stage times of the rounds in the timed windows, which leaves the warm-up out."""
+    return {
+        setting: StageTimes.of(
+            rows,
+            setting.batch_size,
+            first=setting.context + job.settle_tokens,
+            last=setting.context + job.new_tokens,
+        )
+        for setting in job.settings
     }
-    steps = {"autoregressive": full, "draft": sparse, "verify": full}
+
+
+def _result(
+    job: Job, setting: Setting, s3r: EngineRun, dense: EngineRun, config: S3RConfig, **measured: Any
+) -> SettingResult:
     return SettingResult(
-        batch_size=batch_size,
-        context=context,
+        batch_size=setting.batch_size,
+        context=setting.context,
         new_tokens=job.new_tokens,
         draft_length=config.draft_length,
-        autoregressive=autoregressive,
+        autoregressive=Throughput.of(dense.windows[setting]),
         s3r=Throughput.of(s3r.windows[setting]),
         accept_histogram=tuple(s3r.histograms[setting]),
-        stages=stages,
-        traffic={
-            name: Traffic(weight_bytes=step.weights, kv_bytes=step.kv, milliseconds=milliseconds[name])
-            for name, step in steps.items()
-        },
-        kernels={"s3r": s3r.kernels[setting], "autoregressive": dense.kernels[setting]}
-        if job.profile
-        else {},
+        **measured,
     )
+
+
+def _traffic(
+    job: Job,
+    setting: Setting,
+    dense: EngineRun,
+    stages: StageTimes,
+    config: S3RConfig,
+    shape: traffic.ModelShape,
+) -> dict[str, Traffic]:
+    """Predicted bytes of each kind of step in the middle of the window, with its measured time."""
+    batch_size, middle = setting.batch_size, setting.context + job.new_tokens / 2
+    full = traffic.dense_step(shape, batch_size, middle)
+    sparse = traffic.draft_step(shape, config, batch_size, middle)
+    step_ms = Throughput.of(dense.windows[setting]).step_ms(batch_size)
+    return {
+        name: Traffic(weight_bytes=step.weights, kv_bytes=step.kv, milliseconds=milliseconds)
+        for name, step, milliseconds in (
+            ("autoregressive", full, step_ms),
+            ("draft", sparse, stages.draft_ms / config.draft_length),
+            ("verify", full, stages.verify_ms),
+        )
+    }

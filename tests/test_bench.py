@@ -415,7 +415,7 @@ def test_the_page_shows_the_paper_beside():
     throughput = next(line for line in page.splitlines() if line.startswith("| 64 x 8192 | 2560"))
     assert "2.00x (1.79-2.08) | 1.37x | 5.50" in throughput
     stages = next(line for line in page.splitlines() if line.startswith("| 64 x 8192 | 25.00"))
-    assert stages.endswith("| 1.00 (1.3%) | 2.88 | 3.73 |")
+    assert stages.endswith("| 1.00 (1.3%) | 4693 | 2.88 | 3.73 |")
 
 
 def test_the_plot_is_drawn(tmp_path):

@@ -41,6 +41,7 @@ def _stage_columns(report: Report) -> dict[str, Cell]:
         "sample": lambda row: f"{row.stages.sample_ms:.2f}",
         "round": lambda row: f"{row.stages.round_ms:.2f}",
         "between rounds": lambda row: f"{row.stages.gap_ms:.2f} ({row.stages.gap_share:.1%})",
+        "S3R tok/s by these": lambda row: f"{row.rounds_tokens_per_second:.0f}",
         "break-even τ": lambda row: f"{row.break_even_tau:.2f}",
         "paper": paper_break_even,
     }
@@ -146,12 +147,13 @@ def markdown(report: Report, plot: str | None) -> str:
             "",
         ]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    config = ", ".join(f"{name}={value}" for name, value in report.s3r_config.items())
+    parameters = report.sampling | report.s3r_config
+    config = ", ".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
     lines += [
         f"- {report.created}, commit {report.git_commit}",
         f"- `{report.command}`",
         f"- {report.machine['count']} x {report.machine['device']}; {versions}",
-        f"- weights: {report.load_format}; prompts: {report.prompts}; sampling: {report.sampling}; {config}",
+        f"- weights: {report.load_format}; prompts: {report.prompts}; {config}",
         f"- {correctness_line(report)}",
         "",
     ]
@@ -162,7 +164,7 @@ def markdown(report: Report, plot: str | None) -> str:
     lines += [
         "Medians over repeats (lowest-highest). T_p, T_q, T_V: an autoregressive step, a draft step, the verify "
         "forward with the index refresh. The paper (arXiv 2610.13202, section F.2) measured on 2 H100 with tensor "
-        "parallelism of two.",
+        "parallelism of two; its attention times are per rank.",
     ]
     if plot:
         lines += ["", f"![Throughput and round]({plot})"]
@@ -189,7 +191,7 @@ def plot(report: Report, path: Path) -> None:
     names = [f"{row.batch_size}x{row.context}" for row in report.settings]
     for axes, title in ((left, "tokens per second"), (right, "ms per round")):
         axes.set(title=title, xticks=range(len(names)), xticklabels=names)
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
 
 

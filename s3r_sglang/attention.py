@@ -61,7 +61,9 @@ class DenseAttention(AttentionBackend):
         self.base = base
         self.state = state
         self.index = state.index
-        self.needs_cpu_seq_lens = base.needs_cpu_seq_lens
+        # Lengths on the host would make it wait for every round (FlashInfer plans with them); fused
+        # verification has no use for them, and a prefill brings its own.
+        self.needs_cpu_seq_lens = base.needs_cpu_seq_lens and not state.fused
         self.prefill_attention_backend_str = base.prefill_attention_backend_str
         self.decode_attention_backend_str = base.decode_attention_backend_str
         self._refresh: _Refresh | None = None

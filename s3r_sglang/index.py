@@ -117,5 +117,9 @@ class SparseIndex:
 
 
 def selection_capacity(config: S3RConfig, max_context: int) -> int:
-    """Positions that the longest selection can hold; at least 1 to keep the buffers non-empty."""
-    return max(1, config.budget(max_context) - config.recent_window)
+    """Positions that the longest selection can hold; at least 1 to keep the buffers non-empty.
+
+    A budget that covers the longest context covers the shorter ones too, and then nothing is selected.
+    """
+    longest = config.budget(max_context)
+    return 1 if longest >= max_context else max(1, longest - config.recent_window)

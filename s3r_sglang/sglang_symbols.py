@@ -22,12 +22,14 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 __all__ = [
     "AttentionBackend",
     "BaseSpecWorker",
     "CaptureHiddenMode",
+    "DFlashVerifyInput",
     "ForwardBatch",
     "ForwardContext",
     "ForwardMode",

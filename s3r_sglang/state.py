@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from s3r_sglang.config import S3RConfig
 from s3r_sglang.index import SparseIndex
 from s3r_sglang.sglang_symbols import ModelRunner, get_req_to_token_extra_context_len
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class RoundState:
                 if on_gpu
                 else None
             ),
-            fused=on_gpu and not config.exact_scores,
+            fused=on_gpu
+            and not config.exact_scores
+            and block_fits_a_tile(block_size, num_heads // num_kv_heads),
         )
 
     @property
@@ -77,3 +82,22 @@ class RoundState:
                 f"S3R sized its state for {self.num_slots} request slots and {longest} positions, but SGLang "
                 f"allocated {slots} and {context}: set --max-running-requests and --context-length explicitly."
             )
+
+
+def block_fits_a_tile(block_size: int, group: int) -> bool:
+    """Whether fused verification can hold a block's queries, for the `group` query heads of a KV head.
+
+    If not, which takes a long draft (k > 31 for 4 heads, k > 15 for 8), the exact passes serve instead.
+    """
+    from s3r_sglang.kernels.ops.verify_attention import MAX_ROWS
+
+    if block_size * group <= MAX_ROWS:
+        return True
+    logger.warning(
+        "S3R: the index is scored after attention, which is slower: a draft of %d tokens for %d query heads per "
+        "KV head exceeds the verify kernel's tile. --speculative-num-steps up to %d would fit.",
+        block_size - 1,
+        group,
+        MAX_ROWS // group - 1,
+    )
+    return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from s3r_sglang.sglang_symbols import SpecInput, SpecInputType
+from s3r_sglang.sglang_symbols import DFlashVerifyInput, SpecInput, SpecInputType
 
 
 @dataclass
@@ -71,11 +71,15 @@ class S3RVerifyInput(SpecInput):
     draft_token_num: int
     custom_mask: None = None
     topk: int = 1
+    ragged_verify_layout: None = None
 
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.DFLASH_VERIFY)
         self.num_tokens_per_req = self.draft_token_num
         self.num_tokens_for_logprob_per_req = self.draft_token_num
+
+    # FlashInfer asks the spec input for its plan; DFlash verifies chains of one length too.
+    generate_attn_arg_prefill = DFlashVerifyInput.generate_attn_arg_prefill
 
 
 @dataclass(frozen=True)

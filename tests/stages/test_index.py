@@ -83,6 +83,14 @@ def test_capacity_holds_every_selection(ratio):
     assert selected.max() <= selection_capacity(config, longest)
 
 
+@pytest.mark.parametrize("full", [{"budget_ratio": 1.0}, {"min_budget": 3000}])
+def test_a_full_budget_needs_no_memory_for_selections(full):
+    """It would take 12 GB for the Qwen3-8B shape, 256 requests and 40K tokens."""
+    config = S3RConfig(**full)
+    assert plan_refresh(torch.arange(1, 3001), config).num_selected.max() == 0
+    assert selection_capacity(config, 3000) == 1
+
+
 def test_clear_makes_drafts_dense():
     index = SparseIndex(SMALL, num_layers=1, num_slots=3, num_kv_heads=1, max_context=100, device="cpu")
     index.begin_refresh(torch.tensor([2]), torch.tensor([80]))

@@ -14,12 +14,15 @@ from typing import Any
 from s3r_sglang.compat import require_tested_sglang
 from s3r_sglang.patches import (
     allocation_sizing,
+    http_server,
     kv_cache_builder,
     schedule_batch,
     scheduler,
     server_args,
     tokenizer_manager,
     verify_input,
+    weight_sync,
+    weight_updater,
 )
 
 
@@ -44,12 +47,23 @@ class HookStatus:
 # Every function of SGLang that we wrap; patches/INVENTORY.md says why.
 _SRT = "sglang.srt"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
+_UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
     Hook(f"{_SRT}.server_args.prepare_server_args", "AROUND", server_args.one_sentence_on_the_command_line),
     Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
     Hook(f"{_TOKENIZER}._send_one_request", "BEFORE", tokenizer_manager.seed_parallel_sample),
     Hook(f"{_TOKENIZER}._calculate_spec_decoding_metrics", "AFTER", tokenizer_manager.add_meta_info),
+    Hook(f"{_TOKENIZER}.update_weights_from_disk", "AROUND", weight_sync.update_weights),
+    Hook(f"{_TOKENIZER}.update_weights_from_tensor", "AROUND", weight_sync.update_weights),
+    Hook(f"{_TOKENIZER}.update_weights_from_distributed", "AROUND", weight_sync.update_weights),
+    Hook(f"{_TOKENIZER}.update_weights_from_ipc", "AROUND", weight_sync.update_weights),
+    Hook(f"{_TOKENIZER}.release_memory_occupation", "AROUND", weight_sync.release_memory),
+    Hook(f"{_TOKENIZER}.resume_memory_occupation", "AROUND", weight_sync.resume_memory),
+    Hook(f"{_SRT}.utils.common.set_uvicorn_logging_configs", "AFTER", http_server.mount_rollout_service),
+    Hook(f"{_UPDATER}.flush_cache_after_weight_update", "AROUND", weight_updater.flush_with_every_update),
+    Hook(f"{_UPDATER}.release_memory_occupation", "AROUND", weight_updater.release_once),
+    Hook(f"{_UPDATER}.resume_memory_occupation", "AROUND", weight_updater.resume_once),
     Hook(
         f"{_SRT}.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         "AFTER",

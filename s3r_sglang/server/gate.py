@@ -1,0 +1,144 @@
+"""When groups may be sampled and when weights may change: the snapshot rule of one replica."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator
+
+from fastapi import HTTPException
+
+# Beyond it, waiting costs more memory than the engine can use: 4,096 groups of 16 keep 256 running requests
+# busy for 256 batches.
+MAX_GROUPS = int(os.environ.get("S3R_MAX_GROUPS", 4096))
+
+
+class Refused(HTTPException):
+    """An operation that the gate does not allow now; `detail` is one sentence for the caller."""
+
+
+def asleep(tags: set[str]) -> Refused:
+    names = " and ".join(sorted(tags))
+    return Refused(503, f"The engine is asleep ({names} released): call /resume_memory_occupation first.")
+
+
+class Gate:
+    """Counts the groups in flight, and lets weights change only while there are none.
+
+    All methods run on the event loop of the HTTP server.
+
+    Attributes:
+        in_flight: groups that are being sampled.
+        held: groups that wait for a weight update to end.
+        sleeping: names of the memory regions that are released.
+        weight_updates: weight updates taken since the start.
+        session: key of the open update session, within which the weights may be partly updated, or None.
+    """
+
+    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+        self.max_groups = max_groups
+        self.in_flight = 0
+        self.held = 0
+        self.sleeping: set[str] = set()
+        self.weight_updates = 0
+        self.session: str | None = None
+        self._exclusive = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def closed(self) -> bool:
+        """Whether groups have to wait because weights are changing."""
+        return self._exclusive > 0 or self.session is not None
+
+    def refuse_if_asleep(self) -> None:
+        """Raise Refused (503) if the engine is asleep."""
+        if self.sleeping:
+            raise asleep(self.sleeping)
+
+    async def enter(self, groups: int) -> None:
+        """Admit `groups` groups at once, so that they share one snapshot; waits for a weight update to end.
+
+        Raises:
+            Refused: 503 if the engine is asleep, 429 if too many groups are in flight or held.
+        """
+        self.refuse_if_asleep()
+        if self.in_flight + self.held + groups > self.max_groups:
+            raise Refused(
+                429, f"{self.in_flight + self.held} of {self.max_groups} groups are in progress: retry later."
+            )
+        self.held += groups
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self.closed)
+                self.refuse_if_asleep()
+                self.in_flight += groups
+        finally:
+            self.held -= groups
+
+    async def leave(self) -> None:
+        """One group has finished in the engine."""
+        async with self._changed:
+            self.in_flight -= 1
+            self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self, wait: bool) -> AsyncIterator[None]:
+        """Hold new groups back and run with none in flight.
+
+        Args:
+            wait: wait for the groups in flight instead of refusing.
+
+        Raises:
+            Refused: 409 with the number of groups in flight.
+        """
+        if self.in_flight and not wait:
+            raise self.busy()
+        self._exclusive += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.in_flight == 0)
+            yield
+        finally:
+            # No await before the count is down: this also runs when the caller is cancelled.
+            self._exclusive -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    def busy(self) -> Refused:
+        """The refusal of a change while groups are in flight."""
+        return Refused(
+            409,
+            f"{self.in_flight} groups are in flight and must end under the weights they began with: "
+            "retry later, or add ?wait=true.",
+        )
+
+    async def open_session(self, wait: bool) -> str:
+        """Close the gate for an update in several requests, and return the session's key.
+
+        It stays closed until the session is committed, because weights that are partly updated are no
+        policy. A new session takes over from one that its trainer has left open.
+        """
+        async with self.exclusive(wait):
+            self.session = secrets.token_hex(8)
+            return self.session
+
+    def check_session(self, key: str) -> None:
+        """Raise Refused (409) if `key` is not that of the open session."""
+        if key != self.session:
+            raise Refused(409, "This update session is not open: another one took over, or it has ended.")
+
+    async def close_session(self, key: str) -> None:
+        """End the session and let groups in; raises Refused (409) if `key` is not that of the open one."""
+        self.check_session(key)
+        async with self._changed:
+            self.session = None
+            self._changed.notify_all()
+
+
+def gate_of(tokenizer_manager: object) -> Gate:
+    """The gate of the replica that `tokenizer_manager` (SGLang's TokenizerManager) talks to."""
+    gate = vars(tokenizer_manager).get("s3r_gate")
+    if gate is None:
+        gate = Gate()
+        tokenizer_manager.s3r_gate = gate  # type: ignore[attr-defined]
+    return gate

@@ -1,0 +1,173 @@
+"""What goes over the wire at `/s3r/rollout`, checked strictly: unknown fields and wrong types are refused."""
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from s3r_sglang.sampling import request_seed
+
+# A request is answered from memory, so one client must not be able to fill it.
+MAX_BODY_BYTES = int(os.environ.get("S3R_MAX_BODY_BYTES", 64 << 20))
+MAX_GROUP_SIZE = 1024
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """No coercion ("8" is not 8, true is not 1), no unknown fields, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Message(Strict):
+    """One turn of a chat."""
+
+    role: NonEmpty
+    content: str
+
+
+class Prompt(Strict):
+    """A prompt in exactly one of three forms.
+
+    Attributes:
+        id: returned with the group, unique within the request.
+        prompt: text, tokenised as it is.
+        messages: a chat, put through the model's chat template with a generation prompt.
+        token_ids: token ids, used as they are.
+        max_new_tokens: length limit of this prompt's responses instead of the request's.
+        seed: seed of this group; without it, it follows from the request's seed and the prompt's position.
+    """
+
+    id: NonEmpty | int
+    prompt: NonEmpty | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "Prompt":
+        forms = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            raise ValueError("needs exactly one of prompt, messages and token_ids")
+        return self
+
+
+class Sampling(Strict):
+    """Sampling parameters, with SGLang's meaning; the reported logprobs are those before top-k, top-p, min-p."""
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    stop: list[NonEmpty] = Field(default=[], max_length=64)
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=1024)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _top_k_not_zero(self) -> "Sampling":
+        if self.top_k == 0:
+            raise ValueError("top_k must be -1 (off) or at least 1")
+        return self
+
+
+class RolloutRequest(Strict):
+    """Prompts in, one group of `group_size` responses for each out, all from one weight snapshot.
+
+    Attributes:
+        seed: makes the responses reproducible; a response does not depend on the size of its group.
+        stream: NDJSON, one line per group in the order of completion, instead of one body in prompt order.
+    """
+
+    prompts: list[Prompt] = Field(min_length=1, max_length=65536)
+    group_size: int = Field(ge=1, le=MAX_GROUP_SIZE)
+    sampling: Sampling = Sampling()
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool = False
+
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> "RolloutRequest":
+        seen: set[str | int] = set()
+        for prompt in self.prompts:
+            if prompt.id in seen:
+                raise ValueError(f"prompts: the id {prompt.id!r} occurs twice")
+            seen.add(prompt.id)
+        return self
+
+
+class Response(BaseModel):
+    """One response of a group.
+
+    Attributes:
+        index: place in the group, 0 … group_size - 1.
+        token_ids: generated tokens, the stop token included.
+        logprobs: one per token, of the dense policy at the rollout temperature.
+        truncated: whether a length limit ended it; its finish_reason is then "length".
+        rounds: rounds that it took.
+        accept_length: tokens per round, bonus token included; None if no round was needed.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+    truncated: bool
+    rounds: int
+    accept_length: float | None
+
+
+class Group(BaseModel):
+    """A complete group.
+
+    Attributes:
+        prompt_index: place of the prompt in the request.
+        weight_version: the label of the weights that all tokens were sampled from.
+        weight_updates: number of weight updates that the server had taken by then; differs if and only if
+            the weights may, also for trainers that set no label.
+        accept_length: tokens per round over the group (τ), bonus token included.
+        acceptance_by_position: share of rounds in which the draft token at position 1 … k was accepted.
+    """
+
+    type: Literal["group"] = "group"
+    prompt_id: str | int
+    prompt_index: int
+    prompt_tokens: int
+    responses: list[Response]
+    weight_version: str
+    weight_updates: int
+    seed: int | None
+    accept_length: float | None
+    acceptance_by_position: list[float]
+
+
+class GroupError(BaseModel):
+    """A group that could not be completed; none of its responses is returned."""
+
+    type: Literal["error"] = "error"
+    prompt_id: str | int
+    prompt_index: int
+    message: str
+
+
+class RolloutResponse(BaseModel):
+    """The body of an answer that is not streamed: one entry per prompt, in the order of the prompts."""
+
+    groups: list[Group | GroupError]
+
+
+def group_seed(seed: int, index: int) -> int:
+    """Seed of the group of prompt `index` of a rollout with `seed`; the client and the server derive the same."""
+    return request_seed(0, seed, index) & (2**63 - 1)
+
+
+def sentence(error: ValidationError) -> str:
+    """The first fault of a request as one sentence that says where it is."""
+    fault: Any = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in fault["loc"])
+    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{place}: {text}." if place else f"{text}."

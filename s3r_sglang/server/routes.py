@@ -1,0 +1,245 @@
+"""The HTTP surface of the rollout service: `/s3r/…` on SGLang's application."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio.to_thread
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field, ValidationError
+from starlette.middleware import Middleware
+
+from s3r_sglang.config import config_of
+from s3r_sglang.server import groups
+from s3r_sglang.server.gate import Gate, Refused, gate_of
+from s3r_sglang.server.jobs import Job
+from s3r_sglang.server.middleware import GateMiddleware, error
+from s3r_sglang.server.protocol import (
+    MAX_BODY_BYTES,
+    RolloutRequest,
+    RolloutResponse,
+    Strict,
+    sentence,
+)
+from s3r_sglang.server.stats import Stats
+
+# nginx's code for "client closed request": nobody receives it, the access log shows it.
+CLIENT_GONE = 499
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+class Commit(Strict):
+    """End of an update session."""
+
+    session: str = Field(min_length=1)
+    weight_version: str | None = Field(None, min_length=1)
+
+
+class Service:
+    """Handlers over one replica's TokenizerManager."""
+
+    def __init__(self, manager: Any, scheduler_info: dict[str, Any]) -> None:
+        self.manager = manager
+        self.gate: Gate = gate_of(manager)
+        self.stats = Stats()
+        self.config = config_of(manager.server_args)
+        context = manager.model_config.context_len
+        self.limits = groups.Limits(
+            context=context,
+            input=scheduler_info.get("max_req_input_len") or context,
+            vocab=manager.model_config.vocab_size,
+        )
+
+    async def rollout(self, request: Request) -> Response:
+        """Sample complete groups, see RolloutRequest, RolloutResponse."""
+        try:
+            body = RolloutRequest.model_validate_json(await _body(request))
+            if len(body.prompts) > self.gate.max_groups:
+                raise groups.BadRequestError(
+                    f"prompts: the server takes at most {self.gate.max_groups} groups at a time."
+                )
+            # Tokenising 64 MB of text takes seconds, in which the event loop has other clients.
+            plans = await anyio.to_thread.run_sync(
+                groups.plan, body, self.manager.tokenizer, self.limits, abandon_on_cancel=True
+            )
+            job = Job(self.manager, plans, self.stats, self.config.draft_length)
+            await _unless_disconnected(request, job.start())
+        except ValidationError as fault:
+            return error(400, sentence(fault))
+        except groups.BadRequestError as fault:
+            return error(400, str(fault))
+        except Refused as refusal:
+            retry = (
+                {"Retry-After": str(self.stats.retry_after())} if refusal.status_code in (429, 503) else {}
+            )
+            return error(refusal.status_code, refusal.detail, retry)
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        if body.stream:
+            return StreamingResponse(_lines(job), media_type="application/x-ndjson")
+        try:
+            results = await _unless_disconnected(request, _collect(job))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        finally:
+            job.abort()
+        return Response(RolloutResponse(groups=results).model_dump_json(), media_type="application/json")
+
+    async def statistics(self) -> JSONResponse:
+        """Groups, acceptance, weight version and engine load of this replica."""
+        loads = await self.manager.get_loads(include=["core"])
+        engines = [] if self.gate.sleeping else await self.manager.get_internal_state()
+        return JSONResponse(
+            {
+                "status": self._status(),
+                "groups_in_flight": self.gate.in_flight,
+                "groups_held": self.gate.held,
+                "max_groups": self.gate.max_groups,
+                "sleeping": sorted(self.gate.sleeping),
+                "weight_version": self.manager.config_value("weight_version"),
+                "weight_updates": self.gate.weight_updates,
+                "totals": self.stats.summary(),
+                "acceptance": [state.get("s3r") for state in engines],
+                "engine": [load.to_dict({"core"}) for load in loads],
+            }
+        )
+
+    def _status(self) -> str:
+        if self.gate.sleeping:
+            return "asleep"
+        return "updating" if self.gate.closed else "ready"
+
+    async def ready(self) -> Response:
+        """200 if a rollout would be sampled now, else 503 with the reason; never runs the model."""
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        if self.manager.gracefully_exit or self.manager.server_status != ServerStatus.Up:
+            return error(503, "The server is starting, stopping or unhealthy.")
+        status = self._status()
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+
+    async def begin_update(self, wait: bool = False) -> Response:
+        """Close the gate for a weight update in several requests; 409 while groups are in flight."""
+        try:
+            return JSONResponse({"session": await self.gate.open_session(wait)})
+        except Refused as refusal:
+            return error(refusal.status_code, refusal.detail)
+
+    async def commit_update(self, request: Request) -> Response:
+        """Label the new weights, drop the prefix cache of the old ones, and open the gate."""
+        try:
+            body = Commit.model_validate_json(await _body(request))
+            self.gate.check_session(body.session)
+            await self.manager.flush_cache(timeout_s=10)
+            if body.weight_version is not None:
+                self.manager.record_config_updates("s3r.commit", weight_version=body.weight_version)
+            await self.gate.close_session(body.session)
+        except ValidationError as fault:
+            return error(400, sentence(fault))
+        except Refused as refusal:
+            return error(refusal.status_code, refusal.detail)
+        return JSONResponse({"weight_version": self.manager.config_value("weight_version")})
+
+
+def mount(app: FastAPI, state: Any) -> None:
+    """Add the routes and the middleware to SGLang's application, before it starts."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    service = Service(state.tokenizer_manager, state.scheduler_info)
+    router = APIRouter(prefix="/s3r", tags=["s3r"])
+    admin = auth_level(AuthLevel.ADMIN_OPTIONAL)
+
+    @router.post("/rollout", openapi_extra=_body_schema(RolloutRequest), response_model=RolloutResponse)
+    async def rollout(request: Request) -> Response:
+        return await service.rollout(request)
+
+    @router.get("/stats")
+    async def stats() -> Response:
+        return await service.statistics()
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        return await service.ready()
+
+    @router.post("/weights/begin")
+    @admin
+    async def begin(wait: bool = False) -> Response:
+        return await service.begin_update(wait)
+
+    @router.post("/weights/commit", openapi_extra=_body_schema(Commit))
+    @admin
+    async def commit(request: Request) -> Response:
+        return await service.commit_update(request)
+
+    app.include_router(router)
+    # Last in the list is innermost: behind SGLang's authentication, which comes first.
+    app.user_middleware.append(Middleware(GateMiddleware, gate=service.gate))
+
+
+def _body_schema(model: type[Strict]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(node: Any) -> Any:
+        """OpenAPI resolves references from the root of its document, where these definitions are not."""
+        if isinstance(node, list):
+            return [inline(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inline(definitions[node["$ref"].rsplit("/", 1)[1]])
+        return {key: inline(value) for key, value in node.items()}
+
+    content = {"application/json": {"schema": inline(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _body(request: Request) -> bytes:
+    """The body, read by hand so that its size and its faults are answered in our words."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise Refused(
+                413, f"The body is larger than {MAX_BODY_BYTES} bytes: send fewer prompts at a time."
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of the coroutine `work`; cancels it and raises ClientGoneError if the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(job: Job) -> list[Any]:
+    results = [result async for result in job.results()]
+    return sorted(results, key=lambda result: result.prompt_index)
+
+
+async def _lines(job: Job) -> AsyncIterator[str]:
+    try:
+        async with contextlib.aclosing(job.results()) as results:
+            async for result in results:
+                yield result.model_dump_json() + "\n"
+    finally:
+        job.abort()

@@ -1,0 +1,141 @@
+"""The snapshot rule, on a real event loop."""
+
+import asyncio
+
+import pytest
+
+from s3r_sglang.server.gate import Gate, Refused
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_an_update_is_refused_with_the_number_of_groups_in_flight():
+    async def scenario():
+        gate = Gate()
+        await gate.enter(3)
+        with pytest.raises(Refused, match="3 groups are in flight") as refusal:
+            async with gate.exclusive(wait=False):
+                pytest.fail("the update ran beside three groups")
+        assert refusal.value.status_code == 409
+        assert not gate.closed
+
+    asyncio.run(scenario())
+
+
+def test_a_waiting_update_runs_between_the_old_groups_and_the_new():
+    async def scenario():
+        gate, events = Gate(), []
+
+        async def update():
+            async with gate.exclusive(wait=True):
+                events.append(("update", gate.in_flight))
+
+        async def late():
+            await gate.enter(1)
+            events.append(("late", gate.in_flight))
+
+        await gate.enter(2)
+        tasks = [asyncio.create_task(update()), asyncio.create_task(late())]
+        await settle()
+        assert (events, gate.held) == ([], 1)
+        await gate.leave()
+        await settle()
+        assert events == []
+        await gate.leave()
+        await asyncio.gather(*tasks)
+        assert events == [("update", 0), ("late", 1)]
+        assert gate.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_update_lets_the_held_groups_in():
+    async def scenario():
+        gate = Gate()
+        await gate.enter(1)
+
+        async def update():
+            async with gate.exclusive(wait=True):
+                pytest.fail("the update ran beside a group")
+
+        task = asyncio.create_task(update())
+        late = asyncio.create_task(gate.enter(1))
+        await settle()
+        assert not late.done()
+        task.cancel()
+        await asyncio.wait_for(late, 1)
+        assert gate.in_flight == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_group_whose_client_left_while_it_was_held_is_not_counted():
+    async def scenario():
+        gate = Gate()
+        session = await gate.open_session(wait=False)
+        held = asyncio.create_task(gate.enter(5))
+        await settle()
+        assert gate.held == 5
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        await gate.close_session(session)
+        assert (gate.held, gate.in_flight) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_is_bounded_and_counts_what_is_held():
+    async def scenario():
+        gate = Gate(max_groups=4)
+        await gate.enter(2)
+        update = asyncio.create_task(gate.open_session(wait=True))
+        await settle()
+        held = asyncio.create_task(gate.enter(2))
+        await settle()
+        with pytest.raises(Refused, match="4 of 4 groups") as refusal:
+            await gate.enter(1)
+        assert refusal.value.status_code == 429
+        await gate.leave()
+        await gate.leave()
+        await gate.close_session(await update)
+        await held
+        assert gate.in_flight == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_session_holds_groups_back_until_it_is_committed_by_its_own_key():
+    async def scenario():
+        gate = Gate()
+        first = await gate.open_session(wait=False)
+        held = asyncio.create_task(gate.enter(1))
+        second = await gate.open_session(wait=False)
+        with pytest.raises(Refused, match="another one took over"):
+            await gate.close_session(first)
+        await settle()
+        assert not held.done()
+        await gate.close_session(second)
+        await asyncio.wait_for(held, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_sleeping_engine_refuses_at_once_and_those_it_held():
+    async def scenario():
+        gate = Gate()
+        session = await gate.open_session(wait=False)
+        held = asyncio.create_task(gate.enter(1))
+        await settle()
+        gate.sleeping = {"kv_cache"}
+        with pytest.raises(Refused, match="asleep \\(kv_cache released\\)") as refusal:
+            await gate.enter(1)
+        assert refusal.value.status_code == 503
+        await gate.close_session(session)
+        with pytest.raises(Refused, match="asleep"):
+            await held
+        assert (gate.held, gate.in_flight) == (0, 0)
+
+    asyncio.run(scenario())

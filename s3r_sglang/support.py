@@ -23,6 +23,8 @@ _SWITCHES = {
     "enable_prefill_cp": "drop --enable-prefill-cp",
     "enable_hierarchical_cache": "drop --enable-hierarchical-cache",
     "enable_lmcache": "drop --enable-lmcache",
+    "enable_flexkv": "drop --enable-flexkv",
+    "radix_cache_backend": "drop --radix-cache-backend",
     "enable_hisparse": "drop --enable-hisparse",
     "enable_page_major_kv_layout": "drop --enable-page-major-kv-layout",
     "enable_unified_memory": "drop --enable-unified-memory",
@@ -33,6 +35,12 @@ _SWITCHES = {
     "enable_pdmux": "drop --enable-pdmux",
     "enable_streaming_session": "drop --enable-streaming-session",
     "enable_return_hidden_states": "drop --enable-return-hidden-states",
+    # Both would also record the experts of the draft's forwards.
+    "enable_return_routed_experts": "drop --enable-return-routed-experts",
+    "enable_return_indexer_topk": "drop --enable-return-indexer-topk",
+    # Gives every request a grammar that masks tokens, and there is no mask inside a block.
+    "enable_strict_thinking": "drop --enable-strict-thinking",
+    "enable_mis": "drop --enable-mis",
     "enable_custom_logit_processor": "drop --enable-custom-logit-processor",
     "enable_deterministic_inference": "drop --enable-deterministic-inference (per-request seeds reproduce)",
     "is_embedding": "drop --is-embedding",
@@ -44,6 +52,7 @@ _SWITCHES = {
     "speculative_draft_window_size": "drop --speculative-draft-window-size",
     "speculative_token_map": "drop --speculative-token-map",
     "speculative_use_rejection_sampling": "drop --speculative-use-rejection-sampling (always on)",
+    "enable_multi_layer_eagle": "drop --enable-multi-layer-eagle",
     "speculative_adaptive": "drop --speculative-adaptive",
 }
 
@@ -56,6 +65,7 @@ _ONLY = {
     # Tokenizer workers do not load plugins, so requests would not be checked there.
     "tokenizer_worker_num": 1,
     "disaggregation_mode": "null",
+    "decoupled_spec_role": "null",
     # Thresholds below 1 accept more than exact sampling allows.
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,

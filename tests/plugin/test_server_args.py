@@ -155,6 +155,11 @@ def test_other_servers_are_left_alone(make_args):
         ({"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}, "drop --enable-dp-attention"),
         ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"is_embedding": True}, "drop --is-embedding"),
+        ({"enable_return_routed_experts": True}, "drop --enable-return-routed-experts"),
+        ({"enable_return_indexer_topk": True}, "drop --enable-return-indexer-topk"),
+        ({"enable_strict_thinking": True}, "drop --enable-strict-thinking"),
+        ({"enable_multi_layer_eagle": True}, "drop --enable-multi-layer-eagle"),
+        ({"enable_flexkv": True}, "drop --enable-flexkv"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -101,6 +101,51 @@ def test_any_tile_gives_the_same_result(block_n, device):
     check(positions.cpu(), scores, [66], [37], [0])
 
 
+def launch(scores, num_candidates, num_select, width):
+    """The op with a small tile, so that short rows take the ways of long ones."""
+    positions = torch.full((scores.shape[0], scores.shape[1], width), UNTOUCHED, dtype=torch.int32)
+    positions = positions.to(scores.device)
+    slots = torch.arange(scores.shape[0], device=scores.device)
+    vectors = [torch.tensor(vector, device=scores.device) for vector in (num_candidates, num_select)]
+    op_module._launch_kernel(scores, *vectors, slots, positions, block_n=64, num_warps=1)
+    check(positions.cpu(), scores, num_candidates, num_select, slots.tolist())
+
+
+@pytest.mark.parametrize(
+    ("values", "stride"), [("distinct", 303), ("few", 304), ("mostly minus infinity", 304)]
+)
+def test_rows_around_every_boundary(values, stride, device):
+    """Sizes next to a tile, to where the bound by group maxima begins, to its alignment and to two tiles."""
+    sizes = [63, 64, 223, 224, 225, 256, 257, 300]
+    counts = [7, 64, 27, 27, 28, 32, 35, 37]
+    scores = torch.randn(len(sizes), 1, stride, generator=torch.Generator().manual_seed(1))
+    if values == "few":
+        scores = scores.round()
+    elif values == "mostly minus infinity":
+        scores = scores.masked_fill(torch.arange(stride) % 16 != 5, -torch.inf)
+    for b, size in enumerate(sizes):
+        scores[b, :, size:] = torch.nan
+    launch(scores.to(device), sizes, counts, width=64)
+
+
+def test_as_many_ties_as_the_shortlist_holds(device):
+    """Around its capacity of 64 positions (less the slack of a lane's four) the row itself is searched."""
+    ties = [59, 60, 61, 64, 65]
+    scores = torch.rand(len(ties), 1, 304, generator=torch.Generator().manual_seed(2))
+    for b, number in enumerate(ties):
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(b))
+        scores[b, 0, order[:number]] = 1.0
+    launch(scores.to(device), [300] * len(ties), [25] * len(ties), width=26)
+
+
+@pytest.mark.parametrize("count", [1, 37])
+def test_clustered_scores(count, device):
+    """All high scores in one stretch, as attention has them: they must spread over the groups."""
+    scores = torch.rand(1, 1, 304, generator=torch.Generator().manual_seed(2))
+    scores[:, :, 100:150] += 1
+    launch(scores.to(device), [300], [count], width=300)
+
+
 def test_broken_promises(device):
     scores = torch.rand(1, 1, 10, device=device)
     with pytest.raises(ValueError, match=r"num_select\[0\] = 5 must be between 0 and"):

@@ -150,6 +150,7 @@ class DenseAttention(AttentionBackend):
         **kwargs,
     ) -> torch.Tensor:
         if self._is_fused(forward_batch):
+            _refuse_options(layer, kwargs)
             if save_kv_cache and k is not None:
                 self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
             return self._verify_layer(q, layer, self._refresh)
@@ -236,6 +237,7 @@ class SparseAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs,
     ) -> torch.Tensor:
+        _refuse_options(layer, kwargs)
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         out = sparse_decode_attention(
@@ -252,3 +254,13 @@ class SparseAttention(AttentionBackend):
             lse=self.draft_lse[layer.layer_id, : q.shape[0], self.step],
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+def _refuse_options(layer: RadixAttention, options: dict[str, object]) -> None:
+    """Raise NotImplementedError if the model passes its attention something (sinks, say) that our kernels lack."""
+    unknown = sorted(name for name, value in options.items() if value is not None)
+    if unknown:
+        raise NotImplementedError(
+            f"layer {layer.layer_id} calls its attention with {', '.join(unknown)}, which self-sparse decoding "
+            "does not support: choose a model with plain causal attention"
+        )

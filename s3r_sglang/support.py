@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from s3r_sglang.config import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
@@ -129,6 +130,33 @@ def _model_faults(model: "ModelConfig") -> Iterator[str]:
                 f"does not support models with {kind} ({model.hf_config.architectures[0]}): "
                 "choose one with full multi-head or grouped-query attention"
             )
+
+
+def refuse_unsupported_layers(model: "torch.nn.Module") -> None:
+    """Raise ConfigError unless every attention layer of the loaded model attends causally and in full.
+
+    Looks at the layers, because a model class may set what its `config.json` does not name (Grok caps logits
+    at 30 by default), and our attention kernels know none of it.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    for layer in model.modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        kinds = {
+            "attention logit soft-capping": layer.logit_cap > 0,
+            "sliding-window attention": layer.sliding_window_size > 0,
+            "cross-attention": layer.is_cross_attention,
+            "bidirectional attention": layer.attn_type != AttentionType.DECODER,
+            "length-dependent attention temperature": layer.xai_temperature_len > 0,
+            "keys and values of different widths": layer.qk_head_dim != layer.v_head_dim,
+        }
+        for kind, present in kinds.items():
+            if present:
+                raise ConfigError(
+                    f"Self-sparse speculative decoding does not support {kind}, which layer {layer.layer_id} of "
+                    f"{type(model).__name__} uses: choose a model with full causal attention."
+                )
 
 
 def _has_recurrent_state(text_config: Any) -> bool:

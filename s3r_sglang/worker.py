@@ -32,6 +32,7 @@ from s3r_sglang.sglang_symbols import (
     TpModelWorker,
 )
 from s3r_sglang.state import RoundState
+from s3r_sglang.support import refuse_unsupported_layers
 from s3r_sglang.types import Block, S3RDraftInput
 from s3r_sglang.verify import verify
 
@@ -176,6 +177,7 @@ class S3RWorker(BaseSpecWorker):
         self.state.check_fits(req_to_token_pool.req_to_token)
 
     def init_attention_backends(self) -> None:
+        refuse_unsupported_layers(self.model_runner.model)
         base = dense_base(self.model_runner)
         self.dense_attention = DenseAttention(base, self.state)
         self.model_runner.attn_backend = self.dense_attention

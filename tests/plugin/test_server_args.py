@@ -274,3 +274,25 @@ def test_overlap_is_off_on_a_cpu(make_args):
 def test_concurrency_defaults_to_the_papers(make_args):
     assert make_args().max_running_requests == 256
     assert make_args(max_running_requests=8).max_running_requests == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [
+        ({"logit_cap": 30.0}, "soft-capping"),
+        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"is_cross_attention": True}, "cross-attention"),
+        ({"v_head_dim": 8}, "different widths"),
+    ],
+)
+def test_a_loaded_layer_that_does_not_attend_in_full_stops_the_start(plugin, option, kind):
+    """Grok, for one, caps attention logits by a default that its config.json need not name."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from s3r_sglang.support import refuse_unsupported_layers
+
+    plain = RadixAttention(4, 16, 0.25, 2, layer_id=0)
+    refuse_unsupported_layers(torch.nn.ModuleList([plain]))
+    other = RadixAttention(4, 16, 0.25, 2, layer_id=1, **option)
+    with pytest.raises(ConfigError, match=f"{kind}.*, which layer 1 of ModuleList uses"):
+        refuse_unsupported_layers(torch.nn.ModuleList([plain, other]))

@@ -119,3 +119,10 @@ def mean_weights(layers, layer: int, slot: int, queries: torch.Tensor) -> torch.
     logits = torch.einsum("qhgd,nhd->hgqn", grouped, keys) / math.sqrt(keys.shape[2])
     unseen = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(len(keys) - len(queries) + 1)
     return logits.masked_fill(unseen, -torch.inf).softmax(dim=-1).mean(dim=(1, 2))
+
+
+def test_an_option_of_the_model_that_drafts_lack_is_refused(layers):
+    """Attention sinks, say, arrive as a keyword; passed over, they would change what is sampled."""
+    layer = layers.modules[0]
+    with pytest.raises(NotImplementedError, match="layer 0 calls its attention with sinks"):
+        layers.sparse.forward_decode(None, None, None, layer, None, sinks=torch.zeros(1))

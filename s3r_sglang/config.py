@@ -48,7 +48,10 @@ class S3RConfig(BaseModel):
     )
     min_budget: int = Field(192, ge=1, description="Positions that a draft step reads at least (K_min).")
     recent_window: int = Field(64, ge=1, description="Newest positions always in the draft's index (R).")
-    prompt_queries: int = Field(32, ge=1, description="Last prompt queries that select the first index.")
+    # The scoring kernel is unrolled over blocks of queries: thousands would compile for minutes.
+    prompt_queries: int = Field(
+        32, ge=1, le=256, description="Last prompt queries that select the first index."
+    )
     exact_scores: bool = Field(
         False,
         description="Verify with SGLang's attention and score the index by the exact rule afterwards; otherwise "

@@ -84,8 +84,10 @@ class GraphedDrafter:
     def __call__(self, block: Block, params: SamplingParams) -> Draft:
         """Draft k tokens for each request, see `Drafter.__call__`; the result is overwritten by the next call."""
         batch_size = block.start.shape[0]
-        if not params.from_logits or batch_size > self.buckets[-1]:
+        if batch_size > self.buckets[-1]:
             return self.drafter(block, params)
+        if not params.from_logits:
+            return self.drafter.run(block, params, self._out(batch_size))
         bucket = self.buckets[bisect.bisect_left(self.buckets, batch_size)]
         for name, buffer in self.inputs.items():
             buffer[:batch_size].copy_(getattr(block, name))

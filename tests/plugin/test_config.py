@@ -62,6 +62,7 @@ def test_config_is_frozen():
         ({"budget_ratio": float("nan")}, "budget_ratio must be"),
         ({"min_budget": 0}, "min_budget must be greater than or equal to 1, not 0"),
         ({"prompt_queries": 0}, "prompt_queries must be greater"),
+        ({"prompt_queries": 257}, "prompt_queries must be less"),
         ({"seed": -1}, "seed must be greater"),
         (
             {"recent_window": 193},

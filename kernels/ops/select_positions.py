@@ -305,6 +305,9 @@ def _select_kernel(
     groups_fit = ((GROUP - 1) * num_groups <= candidates) & (num_groups <= max_shortlist)
     if (candidates > BLOCK_N) & (count < num_groups) & groups_fit:
         lowest, high = _group_maxima(row, candidates, num_groups, keys, BLOCK_N, GROUP, ALIGN)
+        # NaN, which a request's KV may hold, has keys above infinity's, where the search would wrap around
+        # and never end.
+        high = tl.minimum(high, 0x7F800000)
         tl.debug_barrier()
         low, _, _ = _search(keys, num_groups, lowest, high, count, count + count // 8, BLOCK_N, IS_ROW=False)
         bound = _flip_below_zero(low).to(tl.float32, bitcast=True)

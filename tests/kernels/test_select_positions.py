@@ -37,7 +37,7 @@ def check(positions, scores, num_candidates, num_select, slots):
 
 
 @implementations
-@pytest.mark.parametrize("kind", ["attention", "any sign", "two values", "all equal"])
+@pytest.mark.parametrize("kind", ["attention", "any sign", "two values", "all equal", "signed zeros"])
 def test_equals_sorting(select, kind, device):
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(3, 2, 300, generator=generator)
@@ -47,6 +47,8 @@ def test_equals_sorting(select, kind, device):
         scores = (scores > 1).float()
     elif kind == "all equal":
         scores = torch.full_like(scores, 0.25)
+    elif kind == "signed zeros":
+        scores = 0.0 * scores
     num_candidates, num_select = [300, 137, 20], [31, 60, 20]
     scores[1, :, 137:] = torch.nan  # beyond the candidates nothing is read
     scores = scores.to(device)
@@ -116,29 +118,31 @@ def launch(scores, num_candidates, num_select, width):
 )
 def test_rows_around_every_boundary(values, stride, device):
     """Sizes next to a tile, to where the bound by group maxima begins, to its alignment and to two tiles."""
-    sizes = [63, 64, 223, 224, 225, 256, 257, 300]
-    counts = [7, 64, 27, 27, 28, 32, 35, 37]
+    sizes = [63, 64, 65, 223, 224, 225, 256, 257, 300]
+    counts = [7, 64, 9, 27, 27, 28, 32, 35, 37]
     scores = torch.randn(len(sizes), 1, stride, generator=torch.Generator().manual_seed(1))
     if values == "few":
         scores = scores.round()
     elif values == "mostly minus infinity":
         scores = scores.masked_fill(torch.arange(stride) % 16 != 5, -torch.inf)
     for b, size in enumerate(sizes):
-        scores[b, :, size:] = torch.nan
+        scores[b, :, size:] = torch.inf  # would win if it were read
     launch(scores.to(device), sizes, counts, width=64)
 
 
 def test_as_many_ties_as_the_shortlist_holds(device):
     """Around its capacity of 64 positions (less the slack of a lane's four) the row itself is searched."""
-    ties = [59, 60, 61, 64, 65]
+    ties = [60, 61, 62, 64, 65]
     scores = torch.rand(len(ties), 1, 304, generator=torch.Generator().manual_seed(2))
     for b, number in enumerate(ties):
         order = torch.randperm(300, generator=torch.Generator().manual_seed(b))
-        scores[b, 0, order[:number]] = 1.0
+        listed = order[:number].sort().values
+        scores[b, 0, listed] = 1.0
+        scores[b, 0, listed[-10:]] = 2.0  # the end of the shortlist must be selected
     launch(scores.to(device), [300] * len(ties), [25] * len(ties), width=26)
 
 
-@pytest.mark.parametrize("count", [1, 37])
+@pytest.mark.parametrize("count", [1, 37, 299])
 def test_clustered_scores(count, device):
     """All high scores in one stretch, as attention has them: they must spread over the groups."""
     scores = torch.rand(1, 1, 304, generator=torch.Generator().manual_seed(2))

@@ -121,6 +121,18 @@ def text_ids(smollm2) -> list[int]:
     return AutoTokenizer.from_pretrained(smollm2)(text[:100_000], verbose=False).input_ids
 
 
+@pytest.fixture(scope="session")
+def flush():
+    """Function that empties the cache of an engine, which must have no request left within 30 seconds."""
+
+    def flush_cache(engine):
+        # A response may arrive before the scheduler has put its request away.
+        manager = engine.tokenizer_manager
+        assert engine.loop.run_until_complete(manager.flush_cache(timeout_s=30)).success
+
+    return flush_cache
+
+
 @pytest.fixture(scope="module")
 def current_engine():
     """Function that gives the running engine of a model and arguments, in place of the one it gave before.

@@ -37,7 +37,6 @@ def mutant(probed_environment, engine, tiny_llama, gate):
 
 def run_gate(gate, engine, model, bug: str | None) -> tuple[float, float]:
     """p-value of the responses' joint law and acceptance, with `bug` planted."""
-    engine.flush_cache()
     engine.collective_rpc("plant", bug=bug)
     try:
         sampling = {"temperature": 1.0}

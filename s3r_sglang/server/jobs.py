@@ -32,6 +32,7 @@ class Job:
     async def start(self) -> None:
         """Enter the gate and start sampling; raises Refused if the gate does not admit the request."""
         await self._gate.enter(len(self._plans))
+        self._stats.in_flight(self._gate.in_flight)
         updates = self._gate.weight_updates
         for group, rid in zip(self._plans, self._rids, strict=True):
             self._tasks.append(asyncio.create_task(self._run(group, rid, updates)))
@@ -44,6 +45,7 @@ class Job:
             result = await sample(self._manager, group, rid, updates, self._draft_length)
         finally:
             await self._gate.leave()
+            self._stats.in_flight(self._gate.in_flight)
         self._stats.add(result, asyncio.get_running_loop().time() - started)
         self._results.put_nowait(result)
 

@@ -69,9 +69,11 @@ class Sampling(Strict):
     skip_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _top_k_not_zero(self) -> "Sampling":
+    def _means_what_it_says(self) -> "Sampling":
         if self.top_k == 0:
             raise ValueError("top_k must be -1 (off) or at least 1")
+        if self.ignore_eos and self.stop_token_ids:
+            raise ValueError("ignore_eos makes SGLang ignore stop_token_ids as well: drop one of the two")
         return self
 
 

@@ -1,0 +1,268 @@
+"""HTTP client of the rollout service: complete groups from one or several replicas.
+
+Every group is a request of its own, so that groups spread over replicas by load and a replica that dies costs
+only its unfinished groups. Those are sampled again from the beginning elsewhere; since a group arrives in one
+piece or not at all, none can appear twice or mix two replicas.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from s3r_sglang.server.protocol import Group, GroupError, Prompt, RolloutRequest, Sampling, group_seed
+
+# A replica that was lost is asked again this often, and a 503 of a sleeping one is not hammered either.
+PROBE_SECONDS = 1.0
+
+
+class RolloutError(RuntimeError):
+    """A rollout could not be completed; the message says at which replica and why."""
+
+
+class PlacedGroup(Group):
+    """A group and where it came from.
+
+    Attributes:
+        replica: base URL of the replica that sampled it.
+        attempts: 1, or more if replicas were lost while they worked on it.
+    """
+
+    replica: str
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All groups in the order of the prompts, and the errors of the prompts that have none."""
+
+    groups: list[PlacedGroup]
+    errors: list[GroupError]
+
+    @property
+    def weight_versions(self) -> set[str]:
+        """Versions that the groups were sampled under; more than one if weights changed during the rollout."""
+        return {group.weight_version for group in self.groups}
+
+
+@dataclass
+class _Replica:
+    url: str
+    outstanding: int = 0
+    up: bool = True
+    probed: float = field(default=0.0)
+
+
+class AsyncRolloutClient:
+    """Client for use inside an event loop; an async context manager.
+
+    Args:
+        urls: base URL of a server, or of several that serve the same weights.
+        api_key: SGLang's --api-key.
+        max_outstanding: groups in progress per replica.
+        recover_seconds: how long to wait for a replica to come back when none is left.
+        max_attempts: how often one group is tried when replicas are lost under it.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        max_outstanding: int = 64,
+        recover_seconds: float = 120.0,
+        max_attempts: int = 5,
+    ) -> None:
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        if not urls:
+            raise ValueError("at least one URL is needed")
+        self._replicas = [_Replica(url.rstrip("/")) for url in urls]
+        self._slots = asyncio.Semaphore(max_outstanding * len(urls))
+        self._recover_seconds = recover_seconds
+        self._max_attempts = max_attempts
+        # Sampling takes as long as it takes; only connecting is bounded.
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_outstanding),
+        )
+
+    async def __aenter__(self) -> "AsyncRolloutClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def rollout(
+        self,
+        prompts: Iterable[Prompt | Mapping[str, Any]],
+        group_size: int,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Rollout:
+        """Sample one group per prompt and return them all, see `stream`."""
+        results = [result async for result in self.stream(prompts, group_size, sampling, seed)]
+        results.sort(key=lambda result: result.prompt_index)
+        return Rollout(
+            groups=[result for result in results if isinstance(result, PlacedGroup)],
+            errors=[result for result in results if isinstance(result, GroupError)],
+        )
+
+    async def stream(
+        self,
+        prompts: Iterable[Prompt | Mapping[str, Any]],
+        group_size: int,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> AsyncIterator[PlacedGroup | GroupError]:
+        """Sample one group per prompt and yield each as soon as it is complete.
+
+        Args:
+            prompts: `Prompt` or its fields; one of prompt, messages and token_ids, with an id.
+            group_size: responses per prompt.
+            sampling: `Sampling` or its fields.
+            seed: makes the responses reproducible, whatever replica samples them.
+
+        Raises:
+            pydantic.ValidationError: malformed arguments; nothing has been sent.
+            RolloutError: a server refused a request, or no replica came back in time.
+        """
+        body = RolloutRequest.model_validate(
+            {
+                "prompts": [_fields(prompt) for prompt in prompts],
+                "group_size": group_size,
+                "sampling": _fields(sampling or {}),
+                "seed": seed,
+            }
+        )
+        tasks = [asyncio.create_task(self._group(body, index)) for index in range(len(body.prompts))]
+        try:
+            for next_done in asyncio.as_completed(tasks):
+                yield await next_done
+        finally:
+            # Closing the connections makes the servers abort what is left.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _group(self, body: RolloutRequest, index: int) -> PlacedGroup | GroupError:
+        prompt = body.prompts[index]
+        if prompt.seed is None and body.seed is not None:
+            prompt = prompt.model_copy(update={"seed": group_seed(body.seed, index)})
+        content = body.model_copy(update={"prompts": [prompt], "seed": None}).model_dump_json(
+            exclude_none=True
+        )
+        async with self._slots:
+            result, replica, attempts = await self._dispatch(content)
+        placed = {**result, "prompt_index": index}
+        if result["type"] == "error":
+            return GroupError.model_validate(placed)
+        return PlacedGroup.model_validate({**placed, "replica": replica.url, "attempts": attempts})
+
+    async def _dispatch(self, content: str) -> tuple[dict[str, Any], _Replica, int]:
+        lost: httpx.TransportError | None = None
+        for attempt in range(1, self._max_attempts + 1):
+            replica = await self._least_loaded()
+            replica.outstanding += 1
+            try:
+                return await self._post(replica, content), replica, attempt
+            except httpx.TransportError as error:
+                lost = error
+                replica.up = False
+            finally:
+                replica.outstanding -= 1
+        raise RolloutError(
+            f"{self._max_attempts} replicas were lost under one group, the last with: {lost!r}"
+        )
+
+    async def _post(self, replica: _Replica, content: str) -> dict[str, Any]:
+        """One group of `replica`; waits as long as it asks to when its queue is full, for nothing is sampled."""
+        while True:
+            response = await self._http.post(
+                f"{replica.url}/s3r/rollout", content=content, headers={"Content-Type": "application/json"}
+            )
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                break
+            await asyncio.sleep(float(response.headers.get("Retry-After", PROBE_SECONDS)))
+        if response.status_code != httpx.codes.OK:
+            raise RolloutError(f"{replica.url} answered {response.status_code}: {_message(response)}")
+        return response.json()["groups"][0]
+
+    async def _least_loaded(self) -> _Replica:
+        deadline = time.monotonic() + self._recover_seconds
+        while True:
+            await asyncio.gather(*(self._probe(replica) for replica in self._replicas if not replica.up))
+            alive = [replica for replica in self._replicas if replica.up]
+            if alive:
+                return min(alive, key=lambda replica: replica.outstanding)
+            if time.monotonic() > deadline:
+                raise RolloutError(f"no replica was ready for {self._recover_seconds:g} seconds")
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _probe(self, replica: _Replica) -> None:
+        """Take a lost replica back once it is ready."""
+        if time.monotonic() - replica.probed < PROBE_SECONDS:
+            return
+        replica.probed = time.monotonic()
+        with contextlib.suppress(httpx.TransportError):
+            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=5.0)
+            replica.up = response.status_code == httpx.codes.OK
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """`/s3r/stats` of every replica, in the order of the URLs."""
+        responses = await asyncio.gather(*(self._http.get(f"{r.url}/s3r/stats") for r in self._replicas))
+        return [response.raise_for_status().json() for response in responses]
+
+
+class RolloutClient:
+    """The same for code without an event loop; takes the arguments of `AsyncRolloutClient`.
+
+    Each call runs a loop and connections of its own, so an instance may be shared between threads.
+    """
+
+    def __init__(self, urls: str | Sequence[str], **options: Any) -> None:
+        self._arguments = (urls, options)
+
+    def rollout(
+        self,
+        prompts: Iterable[Prompt | Mapping[str, Any]],
+        group_size: int,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Rollout:
+        """See `AsyncRolloutClient.rollout`."""
+
+        async def run() -> Rollout:
+            async with self._client() as client:
+                return await client.rollout(prompts, group_size, sampling, seed)
+
+        return asyncio.run(run())
+
+    def stats(self) -> list[dict[str, Any]]:
+        """See `AsyncRolloutClient.stats`."""
+
+        async def run() -> list[dict[str, Any]]:
+            async with self._client() as client:
+                return await client.stats()
+
+        return asyncio.run(run())
+
+    def _client(self) -> AsyncRolloutClient:
+        urls, options = self._arguments
+        return AsyncRolloutClient(urls, **options)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else value.model_dump(exclude_none=True)
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+        return body.get("error", body).get("message", response.text)
+    except (ValueError, AttributeError):
+        return response.text[:500]

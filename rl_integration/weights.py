@@ -1,0 +1,223 @@
+"""Send a trainer's weights to rollout servers: one call, all parameters, checked, and labelled.
+
+A model takes more than one request. The whole update runs inside a session of the server (`/s3r/weights/…`),
+which holds new groups back until the last bucket is in and the version is set, so that nothing is ever sampled
+from weights that are partly old. An update that fails leaves the session open for the same reason: send again.
+"""
+
+import base64
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import torch
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightSyncError(RuntimeError):
+    """A server did not take the weights; the message says which one and why."""
+
+
+class WeightSender:
+    """Sends weights to one or several replicas.
+
+    Args:
+        urls: base URLs of the servers.
+        api_key: SGLang's --admin-api-key, or its --api-key if there is none.
+        bucket_bytes: parameters are sent in buckets of about this size.
+        timeout: seconds for one request; waiting for groups in flight counts.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        bucket_bytes: int = 512 << 20,
+        timeout: float = 600.0,
+    ) -> None:
+        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.bucket_bytes = bucket_bytes
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, timeout=timeout
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def send_path(self, path: str, version: str, *, wait: bool = True) -> None:
+        """Let the servers load a Hugging Face folder that they can read at `path`.
+
+        Args:
+            version: label of the new weights, returned with every group.
+            wait: wait for groups in flight; otherwise they make this raise.
+
+        Raises:
+            WeightSyncError: a server refused or failed.
+        """
+        sessions = self._begin(wait)
+        self._post_all("/update_weights_from_disk", {"model_path": str(path)})
+        self._commit(sessions, version)
+
+    def send(self, parameters: NamedTensors, version: str, *, wait: bool = True) -> None:
+        """Send tensors, under the names that the model's Hugging Face checkpoint has.
+
+        Tensors on a GPU travel as CUDA IPC handles, so trainer and server must share the machine. Tensors on
+        the CPU travel as bytes.
+
+        Args:
+            parameters: `model.named_parameters()` or the like; a generator is consumed bucket by bucket.
+            version, wait: as in `send_path`.
+
+        Raises:
+            WeightSyncError: a server refused or failed.
+        """
+        sessions = self._begin(wait)
+        tp_sizes = [self._get(url, "/server_info")["tp_size"] for url in self.urls]
+        for bucket in buckets(parameters, self.bucket_bytes):
+            payload = serialize(bucket)
+            for url, tp_size in zip(self.urls, tp_sizes, strict=True):
+                body = {"serialized_named_tensors": [payload] * tp_size, "flush_cache": False}
+                self._post(url, "/update_weights_from_tensor", body)
+        self._commit(sessions, version)
+
+    def _begin(self, wait: bool) -> list[str]:
+        query = "?wait=true" if wait else ""
+        return [reply["session"] for reply in self._post_all(f"/s3r/weights/begin{query}", {})]
+
+    def _commit(self, sessions: list[str], version: str) -> None:
+        for url, session in zip(self.urls, sessions, strict=True):
+            self._post(url, "/s3r/weights/commit", {"session": session, "weight_version": version})
+
+    def _post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """POST to all servers at once; raises the first failure after all have answered."""
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            return [future.result() for future in [pool.submit(self._post, u, path, body) for u in self.urls]]
+
+    def _post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._checked(url, path, lambda: self._http.post(f"{url}{path}", json=body))
+
+    def _get(self, url: str, path: str) -> dict[str, Any]:
+        return self._checked(url, path, lambda: self._http.get(f"{url}{path}"))
+
+    def _checked(self, url: str, path: str, call: Any) -> dict[str, Any]:
+        try:
+            response = call()
+        except httpx.TransportError as error:
+            raise WeightSyncError(f"{url}{path}: {error!r}") from error
+        reply = (
+            response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+        )
+        if response.status_code != httpx.codes.OK or reply.get("success") is False:
+            raise WeightSyncError(f"{url}{path} answered {response.status_code}: {response.text[:500]}")
+        return reply
+
+
+class DistributedSender(WeightSender):
+    """Broadcasts weights over a process group (NCCL, or gloo between CPUs) that the servers join.
+
+    The trainer's process is rank 0. Use `close` at the end, which also dissolves the group.
+
+    Args:
+        urls, options: as for `WeightSender`.
+        address, port: where rank 0 listens for the rendezvous; reachable from the servers, and free.
+        backend: "nccl" or "gloo".
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        address: str,
+        port: int,
+        backend: str = "nccl",
+        group_name: str = "s3r_weights",
+        **options: Any,
+    ) -> None:
+        from sglang.srt.utils import init_custom_process_group
+
+        super().__init__(urls, **options)
+        self._group_name = group_name
+        tp_sizes = [self._get(url, "/server_info")["tp_size"] for url in self.urls]
+        common = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": 1 + sum(tp_sizes),
+            "group_name": group_name,
+            "backend": backend,
+        }
+        bodies = [{**common, "rank_offset": 1 + sum(tp_sizes[:i])} for i in range(len(tp_sizes))]
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            joins = self._submit(pool, "/init_weights_update_group", bodies)
+            self._group = init_custom_process_group(
+                backend=backend,
+                init_method=f"tcp://{address}:{port}",
+                world_size=common["world_size"],
+                rank=0,
+                group_name=group_name,
+            )
+            for join in joins:
+                join.result()
+
+    def send(self, parameters: NamedTensors, version: str, *, wait: bool = True) -> None:
+        """Broadcast tensors; arguments and errors as in `WeightSender.send`."""
+        sessions = self._begin(wait)
+        for bucket in buckets(parameters, self.bucket_bytes):
+            body = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": self._group_name,
+                "flush_cache": False,
+            }
+            with ThreadPoolExecutor(len(self.urls)) as pool:
+                replies = self._submit(pool, "/update_weights_from_distributed", [body] * len(self.urls))
+                for _, tensor in bucket:
+                    torch.distributed.broadcast(tensor.contiguous(), src=0, group=self._group)
+                for reply in replies:
+                    reply.result()
+        self._commit(sessions, version)
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, path: str, bodies: list[dict[str, Any]]
+    ) -> list[Future[dict[str, Any]]]:
+        return [pool.submit(self._post, url, path, body) for url, body in zip(self.urls, bodies, strict=True)]
+
+    def close(self) -> None:
+        """Dissolve the process group and close the connections."""
+        self._post_all("/destroy_weights_update_group", {"group_name": self._group_name})
+        torch.distributed.destroy_process_group(self._group)
+        super().close()
+
+
+def buckets(parameters: NamedTensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Split (name, tensor) pairs into lists of at most `size` bytes, or of one tensor that is larger."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    filled = 0
+    for name, tensor in parameters:
+        tensor = tensor.detach()
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor))
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def serialize(bucket: list[tuple[str, torch.Tensor]]) -> str:
+    """Base64 text in SGLang's format: CUDA IPC handles of GPU tensors, the bytes of CPU tensors.
+
+    SGLang's own serializer would put CPU tensors into shared memory by file descriptor, which the server can
+    fetch only while the sender answers, and not from another machine.
+    """
+    if any(tensor.is_cuda for _, tensor in bucket):
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        return MultiprocessingSerializer.serialize(bucket, output_str=True)
+    # A view would carry the whole storage it looks at.
+    return base64.b64encode(pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])).decode()

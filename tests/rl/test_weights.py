@@ -1,0 +1,213 @@
+"""Weight updates in all three ways, the snapshot rule, and sleep and wake, on a real server."""
+
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+from s3r_sglang.rl_integration.weights import DistributedSender, WeightSender, WeightSyncError, buckets
+from support import (
+    LOGPROB_TOLERANCE,
+    SAMPLING,
+    dense_logprobs,
+    free_port,
+    groups,
+    prompt,
+    rollout,
+    stats,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompts": [{**prompt(3), "max_new_tokens": 300}], "group_size": 4}
+
+
+def greedy(server, number=0):
+    """Greedy continuation of the same prompt every time, so that stale prefix KV would show."""
+    (group,) = groups(server, prompts=[prompt(number)], sampling={**SAMPLING, "temperature": 0.0})
+    assert group["responses"][0]["token_ids"] == group["responses"][1]["token_ids"]
+    return group["responses"][0]["token_ids"], group
+
+
+def dense_greedy(model, number=0):
+    ids = list(prompt(number)["token_ids"])
+    for _ in range(SAMPLING["max_new_tokens"]):
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    return ids[-SAMPLING["max_new_tokens"] :]
+
+
+def send_path(server, folder, model, version):
+    WeightSender(server.url).send_path(folder, version)
+
+
+def send_tensors(server, folder, model, version):
+    # Buckets smaller than the model: several requests in one session.
+    WeightSender(server.url, bucket_bytes=20_000).send(model.named_parameters(), version)
+
+
+def send_distributed(server, folder, model, version):
+    sender = DistributedSender(
+        server.url, address="127.0.0.1", port=free_port(), backend="gloo", bucket_bytes=20_000
+    )
+    try:
+        sender.send(model.named_parameters(), version)
+    finally:
+        sender.close()
+
+
+@pytest.fixture
+def fresh(server, model):
+    """The shared server with the weights it started with, before and after."""
+    WeightSender(server.url).send_path(model[0], "first")
+    yield server
+    WeightSender(server.url).send_path(model[0], "first")
+
+
+@pytest.mark.parametrize("send", [send_path, send_tensors, send_distributed])
+def test_new_weights_are_what_is_sampled_from_and_what_drafts(fresh, model, other_model, send):
+    assert greedy(fresh)[0] == dense_greedy(model[1])
+    tau = groups(fresh, group_size=8, seed=1)[0]["accept_length"]
+    for version, (folder, weights) in {"second": other_model, "third": model, "fourth": other_model}.items():
+        updates = stats(fresh)["weight_updates"]
+        send(fresh, folder, weights, version)
+        tokens, group = greedy(fresh)
+        assert tokens == dense_greedy(weights)
+        assert group["weight_version"] == version
+        assert group["weight_updates"] > updates
+        sampled = groups(fresh, group_size=8, seed=1)[0]
+        response = sampled["responses"][7]
+        dense = dense_logprobs(weights, prompt(0)["token_ids"], response["token_ids"])
+        assert response["logprobs"] == pytest.approx(dense, abs=LOGPROB_TOLERANCE)
+        # A drafter left behind would agree with another model at chance: one token in 64.
+        assert sampled["accept_length"] > 0.75 * tau
+
+
+def test_prefix_kv_is_dropped_even_if_the_trainer_does_not_ask(fresh, other_model):
+    groups(fresh, group_size=1)
+    body = {"model_path": str(other_model[0]), "flush_cache": False, "weight_version": "second"}
+    assert httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).status_code == 200
+    assert greedy(fresh)[0] == dense_greedy(other_model[1])
+
+
+def background(call):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(call()))
+    thread.start()
+    return thread, result
+
+
+@pytest.mark.parametrize(
+    "path", ["/update_weights_from_disk", "/s3r/weights/begin", "/release_memory_occupation"]
+)
+def test_groups_in_flight_refuse_the_change_with_their_number(fresh, other_model, path):
+    thread, result = background(lambda: rollout(fresh, **LONG))
+    wait_until(lambda: stats(fresh)["groups_in_flight"] == 1)
+    body = {"model_path": str(other_model[0]), "weight_version": "second"} if "update" in path else {}
+    response = httpx.post(f"{fresh.url}{path}", json=body, timeout=60)
+    assert response.status_code == 409, response.text
+    assert "1 groups are in flight" in response.text
+    thread.join()
+    assert result[0].json()["groups"][0]["weight_version"] == "first"
+    assert groups(fresh)[0]["weight_version"] == "first"
+
+
+def test_a_waiting_update_holds_new_groups_back(fresh, other_model):
+    old, old_result = background(lambda: rollout(fresh, **LONG))
+    wait_until(lambda: stats(fresh)["groups_in_flight"] == 1)
+    body = {"model_path": str(other_model[0]), "weight_version": "second"}
+    update, update_result = background(
+        lambda: httpx.post(f"{fresh.url}/update_weights_from_disk?wait=true", json=body, timeout=300)
+    )
+    wait_until(lambda: stats(fresh)["status"] == "updating")
+    late, late_result = background(lambda: rollout(fresh))
+    wait_until(lambda: stats(fresh)["groups_held"] == 1)
+    for thread in (old, update, late):
+        thread.join()
+    assert update_result[0].status_code == 200
+    assert old_result[0].json()["groups"][0]["weight_version"] == "first"
+    assert late_result[0].json()["groups"][0]["weight_version"] == "second"
+
+
+def test_nothing_is_sampled_from_weights_that_are_partly_new(fresh, other_model):
+    session = httpx.post(f"{fresh.url}/s3r/weights/begin", timeout=60).json()["session"]
+    late, result = background(lambda: rollout(fresh))
+    wait_until(lambda: stats(fresh)["groups_held"] == 1)
+    refused = httpx.post(f"{fresh.url}/generate", json={"input_ids": [2, 3]}, timeout=60)
+    assert refused.status_code == 503
+    assert "being updated" in refused.json()["error"]["message"]
+    assert httpx.get(f"{fresh.url}/s3r/ready", timeout=60).status_code == 503
+    httpx.post(
+        f"{fresh.url}/update_weights_from_disk", json={"model_path": str(other_model[0])}, timeout=60
+    ).raise_for_status()
+    wrong = httpx.post(f"{fresh.url}/s3r/weights/commit", json={"session": "x"}, timeout=60)
+    assert (wrong.status_code, result) == (409, [])
+    commit = {"session": session, "weight_version": "second"}
+    httpx.post(f"{fresh.url}/s3r/weights/commit", json=commit, timeout=60).raise_for_status()
+    late.join()
+    assert result[0].json()["groups"][0]["weight_version"] == "second"
+
+
+def test_a_failed_update_keeps_groups_out_until_a_whole_one(fresh, model):
+    sender = WeightSender(fresh.url)
+    with pytest.raises(WeightSyncError, match="update_weights_from_disk answered 400"):
+        sender.send_path("/nonexistent", "broken")
+    assert stats(fresh)["status"] == "updating"
+    sender.send_path(model[0], "whole")
+    assert groups(fresh)[0]["weight_version"] == "whole"
+
+
+def post(server, path, **body):
+    return httpx.post(f"{server.url}/{path}_memory_occupation", json=body, timeout=60).status_code
+
+
+def test_a_sleeping_server_says_so_and_wakes_up_the_same(fresh, model):
+    expected = greedy(fresh)[0]
+    assert [post(fresh, "release"), post(fresh, "release"), post(fresh, "release", tags=["kv_cache"])] == [
+        200
+    ] * 3
+    assert httpx.get(f"{fresh.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{fresh.url}/health_generate", timeout=60).status_code == 503
+    assert httpx.get(f"{fresh.url}/s3r/ready", timeout=60).json() == {"status": "asleep"}
+    for path in ("s3r/rollout", "generate", "v1/completions"):
+        body = {"prompts": [prompt(0)], "group_size": 1} if path == "s3r/rollout" else {"prompt": "t2"}
+        response = httpx.post(f"{fresh.url}/{path}", json=body, timeout=60)
+        assert response.status_code == 503
+        assert "call /resume_memory_occupation first" in response.json()["error"]["message"]
+    update = {"model_path": str(model[0])}
+    refused = httpx.post(f"{fresh.url}/update_weights_from_disk", json=update, timeout=60)
+    assert (refused.status_code, "weights are released" in refused.text) == (409, True)
+    assert post(fresh, "resume", tags=["weights"]) == 200
+    assert httpx.post(f"{fresh.url}/update_weights_from_disk", json=update, timeout=60).status_code == 200
+    assert stats(fresh)["sleeping"] == ["cuda_graph", "kv_cache"]
+    assert rollout(fresh).status_code == 503
+    assert [post(fresh, "resume"), post(fresh, "resume"), post(fresh, "resume", tags=["weights"])] == [
+        200
+    ] * 3
+    assert greedy(fresh)[0] == expected
+
+
+def test_resuming_what_was_never_released_is_harmless(fresh):
+    assert post(fresh, "resume") == 200
+    assert post(fresh, "release", tags=["kv"]) == 400
+    assert len(groups(fresh)) == 1
+
+
+def test_a_server_with_plain_requests_in_progress_does_not_go_to_sleep(fresh):
+    body = {"input_ids": [2, 3], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    thread, result = background(lambda: httpx.post(f"{fresh.url}/generate", json=body, timeout=300))
+    wait_until(lambda: stats(fresh)["engine"][0]["num_running_reqs"] == 1)
+    assert post(fresh, "release") == 409
+    thread.join()
+    assert result[0].status_code == 200
+    time.sleep(0.1)
+    assert post(fresh, "release") == 200
+    assert post(fresh, "resume") == 200
+
+
+def test_buckets_keep_every_tensor_once_and_their_size():
+    tensors = [(str(n), torch.zeros(n)) for n in (10, 5, 5, 30, 1)]
+    parts = list(buckets(iter(tensors), 4 * 20))
+    assert [[name for name, _ in part] for part in parts] == [["10", "5", "5"], ["30"], ["1"]]

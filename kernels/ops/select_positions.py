@@ -23,7 +23,7 @@ def select_positions(
     equal scores (-0 equals 0) the lower position wins, so the result is a function of the scores alone.
 
     Args:
-        scores: [B, Hkv, S] float32 without NaN.
+        scores: [B, Hkv, S] float32; NaN counts as -inf.
         num_candidates: [B] integer, at most S.
         num_select: [B] integer, from 0 to min(num_candidates[b], M); larger values are clamped.
         req_pool_indices: [B] integer, slot of each request, distinct where num_select is not 0.
@@ -78,28 +78,30 @@ def _flip_below_zero(bits):
 
 @triton.jit
 def _ordered_keys(score):
+    """Scores as int32 in their order. NaN would lie outside the range the search begins with."""
+    score = tl.where(score == score, score, float("-inf"))
     score = tl.where(score == 0.0, 0.0, score)  # -0 has other bits than 0 but must tie with it
     return _flip_below_zero(score.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _load_scores(scores, index, n, padding, ALIGN: tl.constexpr):
-    """Scores at `index`, `padding` from n on.
+def _load_aligned(scores, index, n, ALIGN: tl.constexpr):
+    """Scores at `index`; from n on anything.
 
     The load is masked in steps of ALIGN scores, else the compiler cannot use 16-byte loads.
     """
-    score = tl.load(scores + index, mask=index < tl.cdiv(n, ALIGN) * ALIGN, other=0.0)
-    return tl.where(index < n, score, padding)
+    return tl.load(scores + index, mask=index < tl.cdiv(n, ALIGN) * ALIGN, other=0.0)
+
+
+@triton.jit
+def _load_scores(scores, index, n, ALIGN: tl.constexpr):
+    return tl.where(index < n, _load_aligned(scores, index, n, ALIGN), float("-inf"))
 
 
 @triton.jit
 def _load_keys(source, index, n, IS_ROW: tl.constexpr, ALIGN: tl.constexpr):
     """Keys of a row of scores, or of the scratch, where the padding is already below every key."""
-    if IS_ROW:
-        keys = _ordered_keys(_load_scores(source, index, n, float("-inf"), ALIGN))
-    else:
-        keys = tl.load(source + index)
-    return keys
+    return _ordered_keys(_load_scores(source, index, n, ALIGN)) if IS_ROW else tl.load(source + index)
 
 
 @triton.jit
@@ -163,10 +165,12 @@ def _group_maxima(
     last = (GROUP - 1) * num_groups  # where the only members begin that may be missing
     for start in range(0, num_groups, BLOCK_N):
         group = start + lane
-        best = _load_scores(row + last, group, tl.minimum(n - last, num_groups), float("-inf"), ALIGN)
+        best = tl.full([BLOCK_N], float("-inf"), tl.float32)
         for member in tl.static_range(GROUP - 1):
             score = tl.load(row + member * num_groups + group, mask=group < num_groups, other=float("-inf"))
-            best = tl.maximum(best, score)
+            best = tl.where(score > best, score, best)  # skips NaN, which Triton's maximum need not
+        score = _load_scores(row + last, group, tl.minimum(n - last, num_groups), ALIGN)
+        best = tl.where(score > best, score, best)
         keys = tl.where(group < num_groups, _ordered_keys(best), -0x80000000)
         tl.store(maxima + group, keys)
         lowest = tl.minimum(lowest, tl.where(group < num_groups, keys, 0x7FFFFFFF))
@@ -184,16 +188,24 @@ def _quads(tile, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _count_listed(quad, bound):
-    listed = (quad[0] >= bound).to(tl.int32) + (quad[1] >= bound).to(tl.int32)
-    return listed + (quad[2] >= bound).to(tl.int32) + (quad[3] >= bound).to(tl.int32)
+def _is_listed(score, position, n, bound):
+    """NaN is, whatever the bound: it is ranked as -inf, which may be the bound, and costs nothing here."""
+    return ((score < bound) == 0) & (position < n)
 
 
 @triton.jit
-def _store_listed(quad, bound, position, rank, short_positions, max_shortlist):
+def _count_listed(quad, position, n, bound):
+    listed = _is_listed(quad[0], position, n, bound).to(tl.int32)
+    for member in tl.static_range(1, 4):
+        listed += _is_listed(quad[member], position + member, n, bound).to(tl.int32)
+    return listed
+
+
+@triton.jit
+def _store_listed(quad, position, n, bound, rank, short_positions, max_shortlist):
     fits = rank + 4 <= max_shortlist
     for member in tl.static_range(4):
-        listed = quad[member] >= bound
+        listed = _is_listed(quad[member], position + member, n, bound)
         tl.store(short_positions + rank, position + member, mask=listed & fits)
         rank += listed.to(tl.int32)
 
@@ -206,21 +218,21 @@ def _make_shortlist(row, n, bound, short_positions, max_shortlist, TILE_N: tl.co
     a scan of plain tiles would be compiled twice, in the layouts of the loads and of the scattered stores.
     """
     QUADS: tl.constexpr = TILE_N // 4
-    lane = tl.arange(0, TILE_N)
+    index = tl.arange(0, TILE_N)
     seen = tl.full([], 0, tl.int32)
     for start in range(0, n, 2 * TILE_N):
-        # NaN is not listed whatever the bound.
-        left = _quads(_load_scores(row, start + lane, n, float("nan"), ALIGN), QUADS)
-        right = _quads(_load_scores(row, start + TILE_N + lane, n, float("nan"), ALIGN), QUADS)
+        left = _quads(_load_aligned(row, start + index, n, ALIGN), QUADS)
+        right = _quads(_load_aligned(row, start + TILE_N + index, n, ALIGN), QUADS)
+        position = start + 4 * tl.arange(0, QUADS)
         # The running counts of both tiles in one scan, 16 bits each.
-        listed = _count_listed(left, bound) + (_count_listed(right, bound) << 16)
+        listed = _count_listed(left, position, n, bound)
+        listed += _count_listed(right, position + TILE_N, n, bound) << 16
         before = tl.cumsum(listed, axis=0) - listed
         total = tl.sum(listed, axis=0)
-        position = start + 4 * tl.arange(0, QUADS)
         rank = seen + (before & 0xFFFF)
-        _store_listed(left, bound, position, rank, short_positions, max_shortlist)
+        _store_listed(left, position, n, bound, rank, short_positions, max_shortlist)
         rank = seen + (total & 0xFFFF) + (before >> 16)
-        _store_listed(right, bound, position + TILE_N, rank, short_positions, max_shortlist)
+        _store_listed(right, position + TILE_N, n, bound, rank, short_positions, max_shortlist)
         seen += (total & 0xFFFF) + (total >> 16)
     return seen
 
@@ -305,9 +317,6 @@ def _select_kernel(
     groups_fit = ((GROUP - 1) * num_groups <= candidates) & (num_groups <= max_shortlist)
     if (candidates > BLOCK_N) & (count < num_groups) & groups_fit:
         lowest, high = _group_maxima(row, candidates, num_groups, keys, BLOCK_N, GROUP, ALIGN)
-        # NaN, which a request's KV may hold, has keys above infinity's, where the search would wrap around
-        # and never end.
-        high = tl.minimum(high, 0x7F800000)
         tl.debug_barrier()
         low, _, _ = _search(keys, num_groups, lowest, high, count, count + count // 8, BLOCK_N, IS_ROW=False)
         bound = _flip_below_zero(low).to(tl.float32, bitcast=True)

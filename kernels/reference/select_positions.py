@@ -15,6 +15,7 @@ def select_positions(
     Raises:
         ValueError: `num_select[b]` is negative or exceeds `num_candidates[b]` or the width of `positions`.
     """
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
     batch = zip(req_pool_indices.tolist(), num_candidates.tolist(), num_select.tolist(), strict=True)
     for b, (slot, candidates, count) in enumerate(batch):
         if not 0 <= count <= min(candidates, positions.shape[2]):

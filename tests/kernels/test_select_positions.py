@@ -103,14 +103,15 @@ def test_any_tile_gives_the_same_result(block_n, device):
     check(positions.cpu(), scores, [66], [37], [0])
 
 
-def launch(scores, num_candidates, num_select, width):
+def launch(scores, num_candidates, num_select, width, oracle=None):
     """The op with a small tile, so that short rows take the ways of long ones."""
     positions = torch.full((scores.shape[0], scores.shape[1], width), UNTOUCHED, dtype=torch.int32)
     positions = positions.to(scores.device)
     slots = torch.arange(scores.shape[0], device=scores.device)
     vectors = [torch.tensor(vector, device=scores.device) for vector in (num_candidates, num_select)]
     op_module._launch_kernel(scores, *vectors, slots, positions, block_n=64, num_warps=1)
-    check(positions.cpu(), scores, num_candidates, num_select, slots.tolist())
+    oracle = scores if oracle is None else oracle
+    check(positions.cpu(), oracle, num_candidates, num_select, slots.tolist())
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,23 @@ def test_clustered_scores(count, device):
     scores = torch.rand(1, 1, 304, generator=torch.Generator().manual_seed(2))
     scores[:, :, 100:150] += 1
     launch(scores.to(device), [300], [count], width=300)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_nan_counts_as_minus_infinity(share, device):
+    """A request with broken KV must neither hang the search nor write beyond its own selection."""
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.randn(4, 1, 304, generator=generator)
+    scores[0, :, 7::11] = -torch.inf
+    broken = torch.rand(scores.shape, generator=generator) < share
+    broken[0, :, :285] = True  # fewer numbers than are selected
+    sizes, counts = [300, 300, 40, 300], [30, 200, 12, 37]
+    nan = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(4, 1, 1)
+    bits = torch.where(broken, nan, scores.view(torch.int32))
+    given, meant = bits.view(torch.float32), scores.masked_fill(broken, -torch.inf)
+    launch(given.to(device), sizes, counts, width=200, oracle=meant)
+    got = call(reference_module.select_positions, given, sizes, counts, [0, 1, 2, 3], width=200)
+    check(got, meant, sizes, counts, [0, 1, 2, 3])
 
 
 def test_broken_promises(device):

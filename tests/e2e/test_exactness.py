@@ -144,7 +144,9 @@ def test_samples_of_a_group_are_independent(starved):
     """First two tokens of sample A against those of sample B of the same prompt: no association."""
     sampling = {"temperature": 1.0, "n": 2, "max_new_tokens": 2, "ignore_eos": True}
     outputs = starved.generate(input_ids=[PROMPT] * 2000, sampling_params=sampling)
-    numbers = np.array([VOCAB * a + b for a, b in (output["output_ids"] for output in outputs)]).reshape(-1, 2)
+    numbers = np.array([VOCAB * a + b for a, b in (output["output_ids"] for output in outputs)]).reshape(
+        -1, 2
+    )
     frequent = np.bincount(numbers.ravel(), minlength=VOCAB**2) >= 80
     numbers = numbers[frequent[numbers].all(axis=1)]
     table = np.zeros((VOCAB**2, VOCAB**2))

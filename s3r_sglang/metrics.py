@@ -2,7 +2,8 @@
 
 SGLang's own `spec_accept_length` divides all output tokens by the rounds. The first output token comes from
 the prefill and the last block may be cut off by a stop token, so it is off by about one token per response;
-`s3r_accept_length` counts what the rounds emitted.
+`s3r_accept_length` is what a round verified and accepted: one plus the accepted drafts, those past the end of a
+response included. It describes the draft, whatever the length of the response.
 """
 
 import os

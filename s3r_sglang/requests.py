@@ -39,9 +39,15 @@ def refuse_inexact(request: Any) -> None:
     for name, neutral in _NEUTRAL_PARAMS.items():
         value = getattr(request.sampling_params, name)
         if value != neutral:
+            # The OpenAI endpoints take penalties from the model's generation_config.json if a request has none.
+            default = name.endswith("_penalty")
+            hint = (
+                ", or start the server with --sampling-defaults openai if the model sets it"
+                if default
+                else ""
+            )
             raise ValueError(
-                f"Self-sparse speculative decoding does not support {name}={value!r}: leave it out, or start "
-                "the server with --sampling-defaults openai if the model's generation_config.json sets it."
+                f"Self-sparse speculative decoding does not support {name}={value!r}: leave it out{hint}."
             )
     if "thinking_budget" in (request.sampling_params.custom_params or {}):
         raise ValueError(

@@ -14,7 +14,11 @@ import torch
 
 from s3r_sglang.draft import Drafter
 from s3r_sglang.sampling import SamplingParams
-from s3r_sglang.sglang_symbols import get_or_create_global_graph_memory_pool, model_capture_mode
+from s3r_sglang.sglang_symbols import (
+    get_or_create_global_graph_memory_pool,
+    graph_capture,
+    model_capture_mode,
+)
 from s3r_sglang.types import Block, Draft
 
 logger = logging.getLogger(__name__)
@@ -61,23 +65,21 @@ class GraphedDrafter:
 
     def capture(self) -> None:
         """Capture all buckets, the largest first: the later ones reuse its memory."""
-        with model_capture_mode():
+        # SGLang's `graph_capture` makes the all-reduces of tensor parallelism recordable, and gives the stream.
+        with model_capture_mode(), graph_capture() as context:
             for bucket in reversed(self.buckets):
-                self._capture_bucket(bucket)
+                self._capture_bucket(bucket, context.stream)
         logger.info("S3R: captured draft graphs for batch sizes %s", self.buckets)
 
-    def _capture_bucket(self, bucket: int) -> None:
+    def _capture_bucket(self, bucket: int, stream: torch.cuda.Stream) -> None:
         def run() -> None:
             block = self.lay_out(**{name: buffer[:bucket] for name, buffer in self.inputs.items()})
             self.drafter.run(block, self._params(bucket), self._out(bucket))
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # compiles the kernels and fills the caches that a capture must not touch
-        torch.cuda.current_stream().wait_stream(stream)
+        run()  # compiles the kernels and fills the caches that a capture must not touch
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=get_or_create_global_graph_memory_pool(torch.cuda)):
+        with torch.cuda.graph(graph, pool=get_or_create_global_graph_memory_pool(torch.cuda), stream=stream):
             run()
         self._graphs[bucket] = graph
 

@@ -3,6 +3,7 @@
 A port to another release starts here, in `compat.py` and in `patches/`.
 """
 
+from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -51,5 +52,6 @@ __all__ = [
     "forward_context",
     "get_or_create_global_graph_memory_pool",
     "get_req_to_token_extra_context_len",
+    "graph_capture",
     "model_capture_mode",
 ]

@@ -1,0 +1,1 @@
+"""What keeps rollouts going when their KV outgrows the GPU: whom to admit, pause and restore."""

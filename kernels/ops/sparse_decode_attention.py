@@ -111,13 +111,15 @@ def _launch_kernel(
 
 
 @triton.jit
-def _pool_rows(token_rows, selected, index, end, num_selected, tail_start, width):
-    """Pool rows of entries `index` of the attended list: the selected positions first, then the tail.
+def _index_entries(selected, index, width):
+    """Entries of the index, read before the kernel knows how many there are; those beyond go unused."""
+    return tl.load(selected + index, mask=index < width, other=0)
 
-    The load from `selected` does not wait for num_selected: entries beyond it are read but not used.
-    """
-    chosen = tl.load(selected + index, mask=index < width, other=0)
-    position = tl.where(index < num_selected, chosen, tail_start + index - num_selected)
+
+@triton.jit
+def _pool_rows(token_rows, entries, index, end, num_selected, tail_start):
+    """Pool rows of places `index` of the attended list: the selected positions first, then the tail."""
+    position = tl.where(index < num_selected, entries, tail_start + index - num_selected)
     return tl.load(token_rows + position, mask=index < end, other=0)
 
 
@@ -146,7 +148,8 @@ def _sparse_decode_kernel(
     attended = tl.where(seq_len > 0, attended, 0)
     # Whole tiles per split: splits of a short list stay empty rather than all running a partial tile.
     per_split = tl.cdiv(tl.cdiv(attended, NUM_SPLITS), BLOCK_N) * BLOCK_N
-    begin = split * per_split
+    # A single split begins to read the index before it knows the length.
+    begin = 0 if NUM_SPLITS == 1 else split * per_split
     end = tl.minimum(begin + per_split, attended)
 
     group = tl.arange(0, BLOCK_G)
@@ -165,14 +168,19 @@ def _sparse_decode_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
-    rows = _pool_rows(token_rows, selected, begin + lane, end, selected_count, tail, width)
+    rows = _pool_rows(
+        token_rows, _index_entries(selected, begin + lane, width), begin + lane, end, selected_count, tail
+    )
+    entries = _index_entries(selected, begin + BLOCK_N + lane, width)
     for start in range(begin, end, BLOCK_N):
         row_mask = (start + lane < end)[:, None] & (dim < HEAD_DIM)[None, :]
         wide_rows = rows.to(tl.int64)[:, None]
         k = tl.load(k_head + wide_rows * stride_k_row + dim[None, :], mask=row_mask, other=0.0)
         v = tl.load(v_head + wide_rows * stride_v_row + dim[None, :], mask=row_mask, other=0.0)
-        # The next tile's two dependent index loads run under this tile's arithmetic.
-        rows = _pool_rows(token_rows, selected, start + BLOCK_N + lane, end, selected_count, tail, width)
+        # The index loads depend on each other. The next tile's rows and the entries of the tile behind it
+        # are requested here, so that neither is waited for before the next iteration.
+        rows = _pool_rows(token_rows, entries, start + BLOCK_N + lane, end, selected_count, tail)
+        entries = _index_entries(selected, start + 2 * BLOCK_N + lane, width)
 
         logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
         logits = tl.where((start + lane < end)[None, :], logits, float("-inf"))

@@ -8,29 +8,31 @@ from s3r_sglang.bench.records import Correctness
 
 
 @dataclass(frozen=True)
-class Greedy:
-    """One greedy response: its prompt, its tokens, and the logprobs that the engine reported for them."""
+class Response:
+    """A response at temperature 0 or 1: its prompt, its tokens, and the logprobs that the engine reported."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
 
+    @classmethod
+    def of(cls, prompt: list[int], output: dict[str, Any]) -> "Response":
+        """From the engine's output for `prompt`, generated with `return_logprob`."""
+        logprobs = output["meta_info"]["output_token_logprobs"]
+        return cls(prompt, [token for _, token, *_ in logprobs], [value for value, *_ in logprobs])
 
-def greedy(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Greedy]:
+
+def greedy(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Response]:
     """Greedy responses of an engine, all prompts in one batch, EOS off."""
     outputs = engine.generate(
         input_ids=prompts,
         sampling_params={"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True},
         return_logprob=True,
     )
-    found = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logprobs = output["meta_info"]["output_token_logprobs"]
-        found.append(Greedy(prompt, [token for _, token, *_ in logprobs], [value for value, *_ in logprobs]))
-    return found
+    return [Response.of(*pair) for pair in zip(prompts, outputs, strict=True)]
 
 
-def compare(dense_engine: Any, s3r: list[Greedy], dense: list[Greedy], informative: bool) -> Correctness:
+def compare(dense_engine: Any, s3r: list[Response], dense: list[Response], informative: bool) -> Correctness:
     """Judge S3R's responses by the engine that decodes densely.
 
     Args:
@@ -43,19 +45,19 @@ def compare(dense_engine: Any, s3r: list[Greedy], dense: list[Greedy], informati
         responses=len(s3r),
         tokens=sum(len(response.tokens) for response in s3r),
         equal_tokens=sum(equal) / len(equal),
-        s3r_logprob_error=_logprob_error(dense_engine, s3r),
-        ar_logprob_error=_logprob_error(dense_engine, dense),
+        s3r_logprob_error=logprob_error(dense_engine, s3r),
+        ar_logprob_error=logprob_error(dense_engine, dense),
         informative=informative,
     )
 
 
-def _equal_until_difference(one: Greedy, other: Greedy) -> float:
+def _equal_until_difference(one: Response, other: Response) -> float:
     pairs = zip(one.tokens, other.tokens, strict=True)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(one.tokens)
 
 
-def _logprob_error(dense_engine: Any, responses: list[Greedy]) -> float:
-    """Mean |reported logprob - logprob by prefill| over all tokens."""
+def logprob_error(dense_engine: Any, responses: list[Response]) -> float:
+    """Mean |reported logprob - logprob by a dense prefill of the same tokens| over all tokens."""
     scored = dense_engine.generate(
         input_ids=[response.prompt + response.tokens for response in responses],
         sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},

@@ -1,16 +1,9 @@
 """`s3r bench`: from the options to a job, and from its outcome to a report and files."""
 
 import contextlib
-import datetime
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +11,13 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from s3r_sglang import cpu
-from s3r_sglang.bench import load, paper, render, run
+from s3r_sglang.bench import load, paper, provenance, render, run
 from s3r_sglang.bench.load import LoadError, Setting
 from s3r_sglang.bench.probe import ProbeConfig
 from s3r_sglang.bench.records import Report
 
 # Both engines get the same share of the GPU's memory. SGLang's own choice depends on speculation.
 MEMORY = ["--mem-fraction-static", "0.85"]
-VERSIONS = ("s3r-sglang", "sglang", "torch", "triton", "transformers", "sgl-kernel", "flashinfer-python")
 
 
 class IncorrectError(RuntimeError):
@@ -56,7 +48,7 @@ class Options:
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> Report:
     """Run the command; raises one of `FAULTS` with a message for the user."""
-    with _model_folder(options) as folder, console.status("starting") as status:
+    with model_folder(options.model, options.load_format) as folder, console.status("starting") as status:
         job = _job(options, folder, engine_argv)
         outcome = run.run(job, status.update)
     report = _report(options, job, outcome)
@@ -71,16 +63,16 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> Repor
 
 
 @contextlib.contextmanager
-def _model_folder(options: Options) -> Iterator[Path]:
-    """The model's folder, made on the spot for one of the paper's shapes."""
-    if options.model not in paper.SHAPES:
-        yield Path(options.model)
+def model_folder(model: str, load_format: str) -> Iterator[Path]:
+    """The model's folder, made on the spot for one of the paper's shapes; raises LoadError."""
+    if model not in paper.SHAPES:
+        yield Path(model)
         return
-    if options.load_format != "dummy":
-        raise LoadError(f"{options.model} is a shape without weights: add --load-format dummy")
+    if load_format != "dummy":
+        raise LoadError(f"{model} is a shape without weights: add --load-format dummy")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / options.model
-        paper.write_model(options.model, folder)
+        folder = Path(scratch) / model
+        paper.write_model(model, folder)
         yield folder
 
 
@@ -100,12 +92,11 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
         prompts = load.random_prompts(paper.read_config(folder)["vocab_size"], most, longest)
     if options.profile and not cpu.has_gpu():
         raise LoadError("--profile traces GPU kernels: there is no GPU")
-    memory = MEMORY if cpu.has_gpu() and not any(w.startswith(MEMORY[0]) for w in engine_argv) else []
     return run.Job(
         model=folder,
         load_format=options.load_format,
         dtype=options.dtype,
-        engine_argv=[*engine_argv, *memory],
+        engine_argv=with_memory(engine_argv),
         settings=settings,
         new_tokens=options.new_tokens,
         settle_tokens=options.settle_tokens,
@@ -115,6 +106,13 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
         imposed_acceptance=parse_profile(options.imposed_acceptance),
         profile=options.profile,
     )
+
+
+def with_memory(engine_argv: list[str]) -> list[str]:
+    """`engine_argv`, with a share of the GPU's memory unless it names one."""
+    if not cpu.has_gpu() or any(word.startswith(MEMORY[0]) for word in engine_argv):
+        return engine_argv
+    return [*engine_argv, *MEMORY]
 
 
 def parse_profile(text: str | None) -> tuple[float, ...] | None:
@@ -135,11 +133,7 @@ def parse_profile(text: str | None) -> tuple[float, ...] | None:
 
 def _report(options: Options, job: run.Job, outcome: run.Outcome) -> Report:
     return Report(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["s3r", *sys.argv[1:]]),
-        git_commit=_git_commit(),
-        machine=_machine(),
-        versions={"python": platform.python_version(), **_versions()},
+        **provenance.collect(),
         model={
             "name": outcome.shape.name,
             "weight_bytes": outcome.shape.weight_bytes,
@@ -154,36 +148,6 @@ def _report(options: Options, job: run.Job, outcome: run.Outcome) -> Report:
         correctness=outcome.correctness,
         settings=tuple(outcome.settings),
     )
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    if not cpu.has_gpu():
-        return {"device": f"CPU ({platform.machine()})", "count": torch.get_num_threads()}
-    return {"device": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _git_commit() -> str:
-    """Commit of the checkout that this package runs from, marked if it has changes.
-
-    A copy without `.git` is named by the environment variable S3R_COMMIT.
-    """
-    if "S3R_COMMIT" in os.environ:
-        return os.environ["S3R_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _write(report: Report, folder: Path, console: Console) -> None:

@@ -72,7 +72,7 @@ class EngineRun:
 
     windows: dict[Setting, list[Window]]
     histograms: dict[Setting, list[int]]
-    greedy: list[check.Greedy]
+    greedy: list[check.Response]
     server_args: dict[str, Any]
 
 
@@ -140,7 +140,7 @@ def run(job: Job, progress: Progress) -> Outcome:
 
 @contextmanager
 def _engine(job: Job, speculative: bool, stage_times: Path | None, progress: Progress) -> Iterator[Any]:
-    """An engine with room for the largest batch; the scheduler process inherits the probe's settings."""
+    """An engine with room for the largest batch."""
     largest = str(max(setting.batch_size for setting in job.settings))
     # fmt: off
     argv = [
@@ -150,13 +150,23 @@ def _engine(job: Job, speculative: bool, stage_times: Path | None, progress: Pro
     ]
     # fmt: on
     progress(f"{'S3R' if speculative else 'autoregressive'}: starting the engine")
-    if speculative:
-        config = ProbeConfig(
-            stage_times=stage_times,
-            imposed_acceptance=job.imposed_acceptance,
-            imposed_from=min(setting.context for setting in job.settings),
-        )
-        os.environ[PROBE_ENV] = config.model_dump_json()
+    config = ProbeConfig(
+        stage_times=stage_times,
+        imposed_acceptance=job.imposed_acceptance,
+        imposed_from=min(setting.context for setting in job.settings),
+    )
+    with probed_engine(argv, speculative, config) as engine:
+        yield engine
+
+
+@contextmanager
+def probed_engine(argv: list[str], speculative: bool, config: ProbeConfig) -> Iterator[Any]:
+    """An `sgl.Engine` whose scheduler process does what `config` says, as far as it concerns this engine.
+
+    Args:
+        argv: arguments of SGLang; without `speculative`, those for speculation are dropped.
+    """
+    os.environ[PROBE_ENV] = config.model_dump_json()
     try:
         engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
     finally:

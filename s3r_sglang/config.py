@@ -12,6 +12,7 @@ into copies and to `/server_info` the way all of SGLang's own do, and no process
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -97,12 +98,19 @@ def nearest(name: str, valid: list[str]) -> str:
     return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
 
 
-def build(values: dict[str, Any]) -> S3RConfig:
-    """Validate `values`; raises ConfigError with one sentence for the first fault."""
+def build(values: dict[str, Any], places: Mapping[str, str] | None = None) -> S3RConfig:
+    """Validate `values`; raises ConfigError with one sentence for the first fault.
+
+    Args:
+        places: where settings that did not come from their flags are to be changed: name -> "name in file".
+    """
     try:
         return S3RConfig(**values)
     except ValidationError as error:
-        raise ConfigError(_sentence(error.errors()[0])) from None
+        text = _sentence(error.errors()[0])
+        for name, place in (places or {}).items():
+            text = re.sub(rf"{flag_of(name)}\b", lambda _, place=place: place, text)
+        raise ConfigError(text) from None
 
 
 def _sentence(fault: ErrorDetails) -> str:
@@ -149,7 +157,9 @@ def resolve(arguments: Mapping[str, Any]) -> S3RConfig:
     values = load_yaml(source) if source else {}
     flags = {name: arguments.get(field) for name, field in flag_fields().items()}
     flags["draft_length"] = arguments.get("speculative_num_steps")
-    return build(values | {name: value for name, value in flags.items() if value is not None})
+    given = {name: value for name, value in flags.items() if value is not None}
+    places = {name: f"{name} in {config_path(source)}" for name in values if name not in given}
+    return build(values | given, places)
 
 
 def is_self_sparse(algorithm: str | None) -> bool:

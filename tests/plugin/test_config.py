@@ -107,6 +107,32 @@ def test_bad_files_are_named(yaml_file, text, sentence):
     assert path in str(fault.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "advice"),
+    [
+        (
+            "budget_ratio: 2",
+            {},
+            "budget_ratio must be less than or equal to 1, not 2; change budget_ratio in {path}.",
+        ),
+        ("draft_length: six", {}, "change draft_length in {path}."),
+        ("seed: 3", {"s3r_budget_ratio": 0}, "change --s3r-budget-ratio."),
+        ("budget_ratio: 2", {"s3r_budget_ratio": 3}, "not 3; change --s3r-budget-ratio."),
+        ("min_budget: 16", {}, "lower --s3r-recent-window or raise min_budget in {path}."),
+        (
+            "recent_window: 99",
+            {"s3r_min_budget": 8},
+            "lower recent_window in {path} or raise --s3r-min-budget.",
+        ),
+    ],
+)
+def test_a_fault_names_the_place_that_the_setting_came_from(yaml_file, text, arguments, advice):
+    path = yaml_file(text)
+    with pytest.raises(ConfigError) as error:
+        resolve({"s3r_config": path, **arguments})
+    assert str(error.value).endswith(advice.format(path=path))
+
+
 def test_missing_file_lists_the_shipped_ones():
     with pytest.raises(ConfigError, match="neither a file nor one of default, qwen3"):
         config_path("qwen4")

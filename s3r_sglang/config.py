@@ -109,7 +109,7 @@ def build(values: dict[str, Any], places: Mapping[str, str] | None = None) -> S3
     except ValidationError as error:
         text = _sentence(error.errors()[0])
         for name, place in (places or {}).items():
-            text = re.sub(rf"{flag_of(name)}\b", lambda _, place=place: place, text)
+            text = re.sub(rf"{flag_of(name)}\b", place.replace("\\", r"\\"), text)
         raise ConfigError(text) from None
 
 
@@ -154,11 +154,11 @@ def load_yaml(source: str) -> dict[str, Any]:
 def resolve(arguments: Mapping[str, Any]) -> S3RConfig:
     """Merge all sources, given keyword arguments of `ServerArgs` (absent or None: not set by the user)."""
     source = arguments.get(CONFIG_FIELD) or os.environ.get(CONFIG_ENV)
-    values = load_yaml(source) if source else {}
+    values, path = (load_yaml(source), config_path(source)) if source else ({}, None)
     flags = {name: arguments.get(field) for name, field in flag_fields().items()}
     flags["draft_length"] = arguments.get("speculative_num_steps")
     given = {name: value for name, value in flags.items() if value is not None}
-    places = {name: f"{name} in {config_path(source)}" for name in values if name not in given}
+    places = {name: f"{name} in {path}" for name in values if name not in given}
     return build(values | given, places)
 
 

@@ -28,8 +28,9 @@ setup(
     package_dir={"s3r_sglang": "s3r_sglang", **MOUNTS},
     package_data={
         # The sgl_kernel stand-in is a search-path entry, not a package of ours.
-        "s3r_sglang": ["py.typed", "data/*", "cpu/standin/sgl_kernel/*.py"],
-        "s3r_sglang.configs": ["*.yaml"],
+        "s3r_sglang": ["py.typed", "data/*", "cpu/standin/sgl_kernel/*.py", "server/static/*"],
+        "s3r_sglang.configs": ["*.yaml", "openrlhf/*.yaml"],
         "s3r_sglang.patches": ["INVENTORY.md"],
+        "s3r_sglang.rl_integration.data": ["samples/*.jsonl"],
     },
 )

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from s3r_sglang.bench.command import bench
+from s3r_sglang.bench.command import bench, bench_kv
+from s3r_sglang.rl_integration.data import command as data_command
 
 # Bars and import-time warnings of SGLang, transformers and torch would tear ours apart. They read these when
 # they are imported, in this process and in the engine's.
@@ -25,7 +26,9 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Real models without a hub.")
 app.add_typer(model_app, name="model")
+app.add_typer(data_command.app, name="data")
 app.command(context_settings=PASS_THROUGH)(bench)
+app.command("bench-kv", context_settings=PASS_THROUGH)(bench_kv)
 console = Console(stderr=True)
 
 

@@ -1,0 +1,187 @@
+"""Data preparation on small files of the real schemas: what comes out, and what stops it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from s3r_sglang.rl_integration.data import sources
+from s3r_sglang.rl_integration.data.prepare import STYLES, prepare
+from s3r_sglang.rl_integration.data.sources import SOURCES, DataError
+from s3r_sglang.rl_integration.reward import grade
+from typer.testing import CliRunner
+
+from s3r_sglang import prompts
+from s3r_sglang.cli import app
+
+SAMPLES = Path(sources.__file__).parent / "samples"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(tmp_path, name="dapo-math-17k", **options):
+    out = tmp_path / "out.jsonl"
+    summary = prepare(name, out, **({"source": SAMPLES / f"{name}.jsonl"} | options))
+    return summary, lines(out)
+
+
+def test_dapo_rows_become_problems_told_apart(tmp_path):
+    summary, records = run(tmp_path)
+    # Of ten rows one repeats another, and two disagree about the answer of one problem.
+    assert (summary.rows, summary.duplicates, summary.conflicts, summary.written) == (10, 1, 1, 7)
+    assert all(set(record) == {"id", "messages", "answer", "datasource"} for record in records)
+    assert len({record["id"] for record in records}) == 7
+    original = [json.loads(line) for line in (SAMPLES / "dapo-math-17k.jsonl").read_text().splitlines()]
+    answers = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in original}
+    for record in records:
+        (message,) = record["messages"]
+        assert message["role"] == "user"
+        assert record["answer"] == answers[message["content"]]
+        assert "20} k" not in message["content"]
+
+
+@pytest.mark.parametrize(("name", "answers"), [("aime26", {"99", "999", "7"}), ("arxiv-math", None)])
+def test_matharena_rows(tmp_path, name, answers):
+    summary, records = run(tmp_path, name)
+    assert summary.written == 3
+    assert summary.paper_rows == {"aime26": 30, "arxiv-math": 103}[name]
+    if answers:
+        assert {record["answer"] for record in records} == answers
+    for record in records:
+        assert record["datasource"] == name
+        assert grade(f"Answer: {record['answer']}", record["answer"]).correct
+
+
+def test_styles_frame_the_same_problem(tmp_path):
+    _, dapo = run(tmp_path)
+    _, boxed = run(tmp_path, style="boxed", force=True)
+    assert [record["id"] for record in dapo] == [record["id"] for record in boxed]
+    before, after = STYLES["dapo"].split("{}")
+    for one, other in zip(dapo, boxed, strict=True):
+        problem = one["messages"][0]["content"].removeprefix(before).removesuffix(after)
+        content = other["messages"][0]["content"]
+        assert (
+            content == problem + "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+        )
+
+
+def test_the_order_and_the_split_follow_the_seed_alone(tmp_path):
+    _, first = run(tmp_path, seed=1)
+    rows = (SAMPLES / "dapo-math-17k.jsonl").read_text().splitlines()
+    (tmp_path / "reversed.jsonl").write_text("\n".join(reversed(rows)))
+    _, again = run(tmp_path, seed=1, source=tmp_path / "reversed.jsonl", force=True)
+    _, other = run(tmp_path, seed=2, force=True)
+    assert first == again
+    assert first != other
+    assert {record["id"] for record in first} == {record["id"] for record in other}
+    summary, rest = run(tmp_path, seed=1, holdout=2, limit=5, force=True)
+    held = lines(tmp_path / "out.holdout.jsonl")
+    assert (summary.written, summary.held_out) == (3, 2)
+    assert held + rest == first[:5]
+
+
+def test_parquet_and_folders_give_the_same(tmp_path):
+    import datasets
+
+    _, expected = run(tmp_path)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = datasets.Dataset.from_list(lines(SAMPLES / "dapo-math-17k.jsonl"))
+    rows.select(range(6)).to_parquet(folder / "train-0.parquet")
+    rows.select(range(6, 10)).to_parquet(folder / "train-1.parquet")
+    _, records = run(tmp_path, source=folder, force=True)
+    assert records == expected
+
+
+def broken(tmp_path, change, name="dapo-math-17k"):
+    rows = lines(SAMPLES / f"{name}.jsonl")
+    change(rows)
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+DRIFT = [
+    (lambda rows: rows[2].pop("reward_model"), "row 3 of .* reward_model: .*its columns are"),
+    (lambda rows: rows[0].update(prompt="text"), "row 1 of .* prompt"),
+    (lambda rows: rows[0]["reward_model"].update(ground_truth=35), "could not be read|ground_truth"),
+    (lambda rows: rows[4]["reward_model"].update(ground_truth=" "), "row 5 of .* empty problem or answer"),
+    (lambda rows: rows[1]["prompt"].append(rows[1]["prompt"][0]), "row 2 of .* prompt"),
+    (lambda rows: rows[0]["prompt"][0].update(content="What is 2 + 2?"), "row 1 of .* not framed"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DRIFT)
+def test_schema_drift_stops_before_anything_is_written(tmp_path, change, message):
+    with pytest.raises(DataError, match=message):
+        run(tmp_path, source=broken(tmp_path, change))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_unusable_arguments_are_refused(tmp_path):
+    source = SAMPLES / "aime26.jsonl"
+    with pytest.raises(DataError, match="no data set 'aime'"):
+        prepare("aime", tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="there is no"):
+        run(tmp_path, "aime26", source=tmp_path / "absent.parquet")
+    with pytest.raises(DataError, match="has neither"):
+        run(tmp_path, "aime26", source=tmp_path)
+    with pytest.raises(DataError, match="would leave none of 3"):
+        run(tmp_path, "aime26", holdout=3)
+    with pytest.raises(DataError, match="no folder"):
+        prepare("aime26", tmp_path / "absent" / "out.jsonl", source=source)
+    run(tmp_path, "aime26")
+    with pytest.raises(DataError, match="--force"):
+        run(tmp_path, "aime26")
+    with pytest.raises(DataError, match=r"row 1 of .* columns are data_source, prompt"):
+        run(tmp_path, "aime26", source=SAMPLES / "dapo-math-17k.jsonl", force=True)
+    assert len(lines(tmp_path / "out.jsonl")) == 3
+
+
+def test_without_a_hub_the_message_says_what_to_do(tmp_path, monkeypatch):
+    """The real library, told that it is offline."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"MathArena/aime_2026 could not be read from the hub .* --source"):
+        prepare("aime26", tmp_path / "out.jsonl")
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "aime.jsonl"
+    arguments = ["data", "prepare", "aime26", "--out", str(out), "--source", str(SAMPLES / "aime26.jsonl")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "3 problems, 0 held out, of 3 rows" in done.output
+    assert "the paper used 30" in done.output
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 1
+    assert "--force" in again.output
+    wrong = CliRunner().invoke(app, [*arguments, "--force", "--style", "plain"])
+    assert wrong.exit_code == 1
+    assert "dapo, boxed" in wrong.output
+
+
+def test_the_prompt_reader_of_rollouts_takes_the_lines(tmp_path):
+    run(tmp_path)
+    rows = prompts.load(tmp_path / "out.jsonl")
+    assert len(rows) == 7
+    assert rows[0].prompt.messages[0].role == "user"
+
+
+def test_openrlhf_reads_the_lines_with_these_keys(tmp_path):
+    """What its PromptDataset takes from a row (datasets/prompts_dataset.py, 0.11.2)."""
+    import datasets
+
+    run(tmp_path)
+    rows = datasets.load_dataset("json", data_files=str(tmp_path / "out.jsonl"), cache_dir=str(tmp_path))[
+        "train"
+    ]
+    assert set(rows.column_names) == {"id", "messages", "answer", "datasource"}
+    assert all(isinstance(row["answer"], str) and row["messages"][0]["content"] for row in rows)
+
+
+def test_every_source_has_a_sample():
+    assert {path.stem for path in SAMPLES.glob("*.jsonl")} == set(SOURCES)

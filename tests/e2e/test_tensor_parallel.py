@@ -1,0 +1,59 @@
+"""Two ranks decode as one: heads and index are split, and every rank takes the same sampling decision."""
+
+import random
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+VOCAB = 64
+STARVED = {
+    "speculative_algorithm": "SELF_SPARSE",
+    "speculative_num_steps": 3,
+    "s3r_min_budget": 4,
+    "s3r_recent_window": 2,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_total_tokens": 4_000,
+    "max_running_requests": 8,
+    "random_seed": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(VOCAB) for _ in range(length)] for length in (5, 17, 40, 90)]
+
+
+@pytest.fixture(scope="module")
+def results(engine, write_llama, prompts, tmp_path_factory):
+    """{number of ranks: (greedy responses, sampled responses)}."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, or none: then two processes on the CPU")
+    folder = tmp_path_factory.mktemp("two-rank-llama")
+    write_llama(folder, vocab_size=VOCAB)
+    greedy = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+    sampled = [{**greedy, "temperature": 1.0, "sampling_seed": 7 + i} for i in range(len(prompts))]
+    responses = {}
+    for ranks in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            if not torch.cuda.is_available():
+                patch.setenv("SGLANG_NCCL_SO_PATH", "none")  # SGLang would hand NCCL a CPU device
+                patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("01"[:ranks]))
+            with engine(folder, tp_size=ranks, **STARVED) as running:
+                responses[ranks] = [
+                    running.generate(input_ids=prompts, sampling_params=params)
+                    for params in (greedy, sampled)
+                ]
+    return responses
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["greedy", "sampled"])
+def test_two_ranks_emit_what_one_emits(results, kind):
+    one, two = (results[ranks][kind] for ranks in (1, 2))
+    assert [answer["output_ids"] for answer in two] == [answer["output_ids"] for answer in one]
+    # The index decides what is accepted: equal accept lengths say that both ranks' halves of it are right.
+    lengths = [[answer["meta_info"]["s3r_accept_length"] for answer in answers] for answers in (one, two)]
+    assert lengths[1] == lengths[0]
+    assert min(lengths[0]) < 4, "no draft was rejected: the budget is not starved"

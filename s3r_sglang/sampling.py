@@ -18,6 +18,7 @@ import torch
 
 from s3r_sglang.kernels.reference import chain_sampling as reference
 from s3r_sglang.kernels.reference.philox import Stream
+from s3r_sglang.kernels.reference.target_probs import target_probs as reference_probs
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -33,9 +34,6 @@ __all__ = [
 ]
 
 _MASK64 = (1 << 64) - 1
-# Filters sort, with about 40 B of temporaries per probability: 0.7 GB for a chunk of this many instead of
-# 11 GB for B = 256, k = 6, V = 151,936 at once.
-_FILTER_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class SamplingParams:
     """Sampling parameters of a batch of B requests, on the logits' device.
 
     The booleans are what the host knows without asking the device: they pick the path, the tensors decide
-    the law. A boolean that is true without need costs time only: on a GPU, one request with a filter sends
-    the whole batch through a sort of [B * (k + 1), V].
+    the law. A boolean that is true without need costs time only: one request with a filter has the
+    distributions of the whole batch materialised.
 
     Attributes:
         temperatures: [B] or [B, 1] float32, positive (1 for greedy requests).
@@ -54,7 +52,7 @@ class SamplingParams:
         logit_bias: [B, V] float32 added to the logits before the temperature, or None.
         any_greedy, all_greedy: whether any or all requests have top_k <= 1.
         need_top_k, need_top_p, need_min_p: whether any request uses the filter.
-        max_top_k: a bound on all top_ks, so that filters rank that many tokens only; None means V.
+        max_top_k: a bound on all top_ks, so that filters on a CPU rank that many tokens only; None means V.
     """
 
     temperatures: torch.Tensor
@@ -78,7 +76,7 @@ class SamplingParams:
         Args:
             info: SGLang's. Its `need_top_k_sampling` counts greedy requests too.
             host_top_ks: the requests' top_k values if the host has them at hand. They let a batch of greedy
-                and unfiltered requests skip the filters, and spare a batch of small top_ks the sort.
+                and unfiltered requests skip the filters, and on a CPU spare a batch of small top_ks the sort.
         """
         need_top_k, max_top_k = info.need_top_k_sampling, None
         if host_top_ks:
@@ -100,7 +98,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether a request needs its distribution sorted (greedy alone does not)."""
+        """Whether a request's distribution is cut by rank or mass (greedy alone needs no filter)."""
         return not self.all_greedy and (self.need_top_k or self.need_top_p or self.need_min_p)
 
     @property
@@ -109,28 +107,30 @@ class SamplingParams:
         return not self.filtered and self.logit_bias is None
 
 
-def target_probs(logits: torch.Tensor, params: SamplingParams, repeat: int = 1) -> torch.Tensor:
+def target_probs(
+    logits: torch.Tensor, params: SamplingParams, repeat: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The distributions that autoregressive decoding would sample from.
 
     Args:
         logits: [B * repeat, V], any floating dtype; rows of a request are adjacent.
         params: parameters of the B requests.
         repeat: rows per request, k + 1 for verification.
+        out: [B * repeat, V] float32, possibly strided; allocated if None.
 
     Returns:
-        [B * repeat, V] float32.
+        `out`.
     """
-    grouped = logits.view(-1, repeat, logits.shape[-1])
+    out = torch.empty_like(logits, dtype=torch.float32) if out is None else out
     if params.logit_bias is not None:
-        grouped = grouped.float() + params.logit_bias[:, None, :]
-    greedy = params.top_ks <= 1 if params.any_greedy else None
-    probs = reference.softmax_probs(grouped, params.temperatures, greedy)
-    if params.filtered:
-        filters = (params.top_ks, params.top_ps, params.min_ps)
-        requests_per_chunk = max(1, _FILTER_CHUNK // probs.shape[1:].numel())
-        for part, *limits in zip(*(x.split(requests_per_chunk) for x in (probs, *filters)), strict=True):
-            part.copy_(reference.filter_probs(part, *limits, max_top_k=params.max_top_k))
-    return probs.view_as(logits)
+        grouped = logits.view(-1, repeat, logits.shape[-1])
+        logits = (grouped.float() + params.logit_bias[:, None, :]).flatten(0, 1)
+    limits = (params.temperatures.view(-1), params.top_ks, params.top_ps, params.min_ps)
+    if not logits.is_cuda:
+        return reference_probs(logits, *limits, out, params.filtered, params.max_top_k)
+    from s3r_sglang.kernels.ops.target_probs import target_probs as fused
+
+    return fused(logits, *limits, out)
 
 
 def draft_sample(
@@ -158,7 +158,7 @@ def draft_sample(
     if params.from_logits:
         temperatures = params.temperatures.view(-1)
         return kernels.draft_sample(logits, temperatures, params.top_ks, seeds, rounds, step, q_out)
-    q_out.copy_(target_probs(logits, params))
+    target_probs(logits, params, out=q_out)
     return kernels.race_sample(q_out, seeds, rounds, step, Stream.DRAFT)
 
 

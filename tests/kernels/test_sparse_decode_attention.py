@@ -147,4 +147,4 @@ def test_rejects_what_the_kernel_cannot_read(make_batch):
     with pytest.raises(ValueError, match="num_selected must be a contiguous"):
         call(op_module.sparse_decode_attention, batch, (index[0], index[1][:1], index[2]))
     with pytest.raises(ValueError, match=r"lse must be torch\.float32"):
-        call(op_module.sparse_decode_attention, batch, index, lse=torch.empty(1, 3))
+        call(op_module.sparse_decode_attention, batch, index, lse=torch.empty(1, 3, device=batch.q.device))

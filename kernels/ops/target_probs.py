@@ -1,0 +1,197 @@
+"""Filtered target distributions in Triton: softmax, top-k, top-p and min-p without sorting the vocabulary.
+
+What the filters keep of a row is a prefix of its ranks, so the smallest kept probability decides, and among
+tokens of that very probability the token id. The threshold is found by counting: a pass over the row counts
+tokens and mass above a few pivots and narrows the range. Probabilities are recomputed from the logits in
+every pass, by the formula of the sampling kernels, so nothing but the result is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from s3r_sglang.kernels.ops._checks import check_device, check_output, check_vectors, require
+from s3r_sglang.kernels.ops.chain_sampling import _check_rows, _load_row_stats, _probs, _row_stats
+
+OP = "target_probs"
+# 128 registers a thread: 16 warps fill an SM, with two numbers and two masses a thread and pivot.
+BLOCK, NUM_WARPS, PIVOTS = 2048, 16, 7
+_UNKNOWN = tl.constexpr(1 << 30)  # more than any vocabulary
+
+
+def target_probs(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write softmax(logits / temperature), filtered by top-k, top-p and min-p and renormalised, to `out`.
+
+    The law is that of the reference, whose probabilities and masses differ by float rounding: a token may be
+    kept by one alone if the mass ranked before it is that close to top_p. A row without filters holds the
+    bits that `draft_sample` would write.
+
+    Args:
+        logits: [B * R, V], any floating dtype, contiguous in V; the R rows of a request are adjacent.
+        temperatures: [B] float32, positive.
+        top_ks: [B] integer; at most 1 is greedy, V and more are off.
+        top_ps, min_ps: [B] float32; 1 and 0 are off.
+        out: [B * R, V] float32, contiguous in V.
+
+    Returns:
+        `out`. Rows of NaN or of -inf alone hold zeros or NaN, from which `race_sample` draws token 0.
+
+    Raises:
+        ValueError: a shape, dtype or stride does not fit.
+        RuntimeError: CPU tensors without Triton's interpreter.
+
+    Safe in a CUDA graph: the grid depends on shapes only.
+    """
+    rows, vocab = logits.shape
+    batch_size = len(temperatures)
+    check_device(OP, logits, temperatures, top_ks, top_ps, min_ps, out)
+    _check_rows(OP, logits=logits)
+    require(batch_size > 0 and rows % batch_size == 0, f"{OP}: {rows} rows for {batch_size} requests")
+    check_vectors(OP, batch_size, top_ks=top_ks)
+    for name, vector in {"temperatures": temperatures, "top_ps": top_ps, "min_ps": min_ps}.items():
+        check_output(OP, name, vector, (batch_size,), torch.float32)
+    check_output(OP, "out", out, (rows, vocab), torch.float32)
+    stats = _row_stats(logits, temperatures, rows_per_request=rows // batch_size)
+    _target_probs_kernel[(rows,)](
+        logits, temperatures, top_ks, top_ps, min_ps, *stats, out, vocab, logits.stride(0), out.stride(0),
+        rows // batch_size, STATS_SPLITS=stats[0].shape[1], BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _load_probs(row, lanes, vocab, parameters):
+    """Probabilities of `lanes`; 0 beyond the vocabulary."""
+    temperature, maximum, normaliser, argmax, greedy = parameters
+    x = tl.load(row + lanes, mask=lanes < vocab, other=float("-inf")).to(tl.float32) / temperature
+    return _probs(x, lanes, maximum, normaliser, argmax, greedy)
+
+
+@triton.jit
+def _key(prob):
+    """Bits of a non-negative float, which order like the floats."""
+    return prob.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _zeros(PIVOTS: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(PIVOTS):
+        zeros = zeros + (tl.zeros([BLOCK], dtype),)  # noqa: RUF005 Triton does not unpack
+    return zeros
+
+
+@triton.jit
+def _count_above(row, vocab, parameters, low, step, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+    """Number and mass of the tokens above each of the pivots low, low + step, ..., at most `high`."""
+    numbers = _zeros(PIVOTS, BLOCK, tl.int32)
+    masses = _zeros(PIVOTS, BLOCK, tl.float32)
+    for first in range(0, vocab, BLOCK):
+        prob = _load_probs(row, first + tl.arange(0, BLOCK), vocab, parameters)
+        new_numbers, new_masses = (), ()
+        for j in tl.static_range(PIVOTS):
+            above = _key(prob) > tl.minimum(low + j * step, high)
+            new_numbers = new_numbers + (numbers[j] + above.to(tl.int32),)  # noqa: RUF005
+            new_masses = new_masses + (masses[j] + tl.where(above, prob, 0.0),)  # noqa: RUF005
+        numbers, masses = new_numbers, new_masses
+    return numbers, masses
+
+
+@triton.jit
+def _find_threshold(
+    row, vocab, parameters, low, high, top_k, top_p, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
+):
+    """Narrow low .. high, a range of keys which holds the lowest threshold whose tokens are kept.
+
+    Tokens at a threshold are kept if number and mass of the tokens above it allow it (which is monotone);
+    at `high` they are. Ends when the range is one key, or holds one token.
+
+    Returns:
+        low, high; number and mass of the tokens above high; number and mass of the tokens from low on, the
+        number being _UNKNOWN while low is as given.
+    """
+    number_above = tl.full([], 0, tl.int32)
+    mass_above = tl.full([], 0.0, tl.float32)
+    number_from = tl.full([], _UNKNOWN, tl.int32)
+    mass_from = tl.full([], 0.0, tl.float32)
+    while (high > low) & (number_from - number_above != 1):
+        first, last = low, high
+        step = (high - low) // PIVOTS + 1
+        numbers, masses = _count_above(row, vocab, parameters, first, step, last, BLOCK, PIVOTS)
+        for j in tl.static_range(PIVOTS):
+            pivot = tl.minimum(first + j * step, last)
+            number, mass = tl.sum(numbers[j], axis=0), tl.sum(masses[j], axis=0)
+            kept = (number < top_k) & ((mass <= top_p) | (top_p >= 1.0))
+            lowest_kept = kept & (pivot < high)
+            high = tl.where(lowest_kept, pivot, high)
+            number_above = tl.where(lowest_kept, number, number_above)
+            mass_above = tl.where(lowest_kept, mass, mass_above)
+            low = tl.where(kept, low, pivot + 1)
+            number_from = tl.where(kept, number_from, number)
+            mass_from = tl.where(kept, mass_from, mass)
+    return low, high, number_above, mass_above, number_from, mass_from
+
+
+@triton.jit
+def _count_equal(row, vocab, parameters, key, BLOCK: tl.constexpr):
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        lanes = first + tl.arange(0, BLOCK)
+        equal = (_key(_load_probs(row, lanes, vocab, parameters)) == key) & (lanes < vocab)
+        counts += equal.to(tl.int32)
+    return tl.sum(counts, axis=0)
+
+
+@triton.jit
+def _target_probs_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, maxima, sums, argmaxes, out, vocab, logits_stride,
+    out_stride, rows_per_request,
+    STATS_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    request = index // rows_per_request
+    top_k, top_p, min_p = tl.load(top_ks + request), tl.load(top_ps + request), tl.load(min_ps + request)
+    temperature, greedy = tl.load(temperatures + request), top_k <= 1
+    maximum, normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, index, STATS_SPLITS)
+    parameters = (temperature, maximum, normaliser, argmax, greedy)
+    row = logits + index.to(tl.int64) * logits_stride
+    unfiltered = greedy | ((top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0))
+
+    highest = 1.0 / normaliser
+    high = _key(highest)
+    low = tl.where(unfiltered, high, _key(highest * min_p))
+    low, high, number_above, mass_above, number_from, mass_from = _find_threshold(
+        row, vocab, parameters, low, high, top_k, top_p, BLOCK, PIVOTS
+    )
+    if high > low:  # one token is in the range, and the last to be kept
+        threshold = low - 1
+        tied, kept_ties, total = 0, 0, mass_from
+    else:
+        threshold = high
+        tied = number_from - number_above
+        if (number_from == _UNKNOWN) & (unfiltered == 0):
+            tied = _count_equal(row, vocab, parameters, threshold, BLOCK)
+        prob = threshold.to(tl.float32, bitcast=True)
+        by_mass = tl.where((top_p >= 1.0) | (prob <= 0.0), tied, (top_p - mass_above) / prob + 1.0)
+        kept_ties = tl.minimum(tl.minimum(by_mass, tied).to(tl.int32), top_k - number_above)
+        total = mass_above + kept_ties * prob
+
+    seen = tl.full([], 0, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        lanes = first + tl.arange(0, BLOCK)
+        prob = _load_probs(row, lanes, vocab, parameters)
+        is_tied = (_key(prob) == threshold).to(tl.int32)
+        before = seen + tl.zeros([BLOCK], tl.int32)
+        if kept_ties < tied:  # rare: the scan is for ties that are kept in part
+            before += tl.cumsum(is_tied, axis=0) - is_tied
+            seen += tl.sum(is_tied, axis=0)
+        kept = (_key(prob) > threshold) | ((is_tied > 0) & (before < kept_ties))
+        filtered = tl.where(kept, prob / total, 0.0)
+        result = tl.where(unfiltered, prob, filtered)
+        tl.store(out + index.to(tl.int64) * out_stride + lanes, result, mask=lanes < vocab)

@@ -1,4 +1,6 @@
-"""The effective configuration and the acceptance so far, in `/server_info` (`internal_states[i]["s3r"]`)."""
+"""Configuration, acceptance and KV scheduling so far, in `/server_info` (`internal_states[i]["s3r"]`)."""
+
+from dataclasses import asdict
 
 
 def add_internal_state(output, scheduler, request):
@@ -7,5 +9,9 @@ def add_internal_state(output, scheduler, request):
 
     if is_self_sparse(scheduler.server_args.speculative_algorithm):
         metrics = scheduler.draft_worker.metrics
-        output.internal_state["s3r"] = {"config": metrics.config.model_dump(), **metrics.summary()}
+        output.internal_state["s3r"] = {
+            "config": metrics.config.model_dump(),
+            **metrics.summary(),
+            "kv": asdict(scheduler.s3r_kv.stats()),
+        }
     return output

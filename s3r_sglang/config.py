@@ -9,6 +9,7 @@ Resolution writes the effective values back to these fields, so that they travel
 into copies and to `/server_info` the way all of SGLang's own do, and no process reads the file again.
 """
 
+import copy
 import difflib
 import math
 import os
@@ -16,11 +17,14 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from s3r_sglang.scheduler.aimd import AimdConfig
 
 ALGORITHM = "SELF_SPARSE"
 CONFIG_ENV = "S3R_CONFIG"
@@ -32,6 +36,11 @@ CONFIG_FIELD = f"{FIELD_PREFIX}config"
 
 class ConfigError(ValueError):
     """The configuration is unusable; the message is one sentence that says what to change."""
+
+
+def _aimd(name: str) -> FieldInfo:
+    """Default, bounds and description of a constant of the concurrency rule."""
+    return copy.copy(AimdConfig.model_fields[name])
 
 
 class S3RConfig(BaseModel):
@@ -61,6 +70,34 @@ class S3RConfig(BaseModel):
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="Seed of requests without one; unset: SGLang's --random-seed."
     )
+    kv_policy: Literal["recompute", "offload", "aimd"] = Field(
+        "aimd",
+        description="When KV memory runs out: recompute (SGLang's retraction), offload (pause requests, their KV "
+        "in host memory) or aimd (offload, and adapt how many requests are active).",
+    )
+    kv_limit: int | None = Field(
+        None,
+        ge=1,
+        description="Active requests at most with kv_policy offload; unset: --max-running-requests.",
+    )
+    kv_host_gb: float | None = Field(
+        None,
+        ge=0,
+        description="Host memory for the KV of paused requests, in GB per process; unset: as much as the KV pool "
+        "holds, and a quarter of what is free at most.",
+    )
+    kv_headroom: int = Field(
+        32,
+        ge=0,
+        description="Pages per active request that must be free before one more is admitted or restored.",
+    )
+    aimd_minimum: int = _aimd("minimum")
+    aimd_maximum: int = _aimd("maximum")
+    aimd_increase: int = _aimd("increase")
+    aimd_decrease: float = _aimd("decrease")
+    aimd_low_utilization: float = _aimd("low_utilization")
+    aimd_high_utilization: float = _aimd("high_utilization")
+    aimd_backlog_threshold: int = _aimd("backlog_threshold")
 
     @model_validator(mode="after")
     def _window_fits_budget(self) -> "S3RConfig":
@@ -70,6 +107,27 @@ class S3RConfig(BaseModel):
                 "lower --s3r-recent-window or raise --s3r-min-budget"
             )
         return self
+
+    @model_validator(mode="after")
+    def _limits_are_used_and_ordered(self) -> "S3RConfig":
+        if self.kv_limit is not None and self.kv_policy != "offload":
+            raise ValueError(f"kv_limit is for kv_policy offload, not {self.kv_policy}: drop --s3r-kv-limit")
+        if self.aimd_minimum > self.aimd_maximum:
+            raise ValueError(
+                f"aimd_minimum {self.aimd_minimum} exceeds aimd_maximum {self.aimd_maximum}: "
+                "lower --s3r-aimd-minimum or raise --s3r-aimd-maximum"
+            )
+        if self.aimd_low_utilization > self.aimd_high_utilization:
+            raise ValueError(
+                f"aimd_low_utilization {self.aimd_low_utilization} exceeds aimd_high_utilization "
+                f"{self.aimd_high_utilization}: lower --s3r-aimd-low-utilization"
+            )
+        return self
+
+    @property
+    def aimd(self) -> AimdConfig:
+        """The constants of the concurrency rule."""
+        return AimdConfig(**{name: getattr(self, f"aimd_{name}") for name in AimdConfig.model_fields})
 
     def budget(self, context: int) -> int:
         """Positions one draft step attends to per layer and KV head, given `context` committed positions."""

@@ -7,7 +7,7 @@ response included. It describes the draft, whatever the length of the response.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from s3r_sglang.config import S3RConfig
@@ -71,6 +71,11 @@ class RoundMetrics:
             self._exported.add(batch, self.accept_length)
 
     @property
+    def tokens(self) -> int:
+        """Tokens that rounds have committed since the start."""
+        return sum((1 + a) * count for a, count in enumerate(self.histogram))
+
+    @property
     def accept_length(self) -> float:
         """Tokens per round and request since the start, bonus token included (τ of the paper)."""
         rounds = sum(self.histogram)
@@ -115,3 +120,57 @@ class _Exported:
         for position, counter in enumerate(self.accepted, start=1):
             counter.inc(sum(batch[position:]))
         self.accept_length.set(accept_length)
+
+
+_KV_GAUGES = {
+    "limit": "Requests that may be active (C).",
+    "active": "Active requests.",
+    "paused": "Paused requests whose KV is in host memory.",
+    "waiting": "Requests that have not started.",
+    "utilization": "Share of the KV pool that requests hold.",
+    "host_pages_used": "Pages of host memory in use.",
+    "host_pages_peak": "Pages of host memory in use at most so far.",
+}
+_KV_COUNTERS = {
+    "pauses": "Offload episodes.",
+    "repauses": "Offload episodes of requests paused before.",
+    "pages_out": "Pages copied to host memory.",
+    "pages_in": "Pages copied from host memory.",
+    "recomputed": "Requests prefilled again.",
+    "restores": "Restorations.",
+    "restore_seconds": "Sum of restoration latencies.",
+}
+
+
+class KVMetrics:
+    """`/metrics` of a replica's KV scheduling, labelled by its data-parallel rank.
+
+    Args:
+        replica: data-parallel rank.
+        enabled: as for `RoundMetrics`.
+    """
+
+    def __init__(self, replica: int, enabled: bool = True) -> None:
+        self.enabled = enabled and "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if not self.enabled:
+            return
+        from prometheus_client import Counter, Gauge
+
+        label = ["replica"]
+        self._gauges = {
+            name: Gauge(f"s3r_kv_{name}", text, label, multiprocess_mode="mostrecent").labels(replica)
+            for name, text in _KV_GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(f"s3r_kv_{name}", text, label).labels(replica)
+            for name, text in _KV_COUNTERS.items()
+        }
+        self._shown = dict.fromkeys(_KV_COUNTERS, 0.0)
+
+    def show(self, stats: Mapping[str, Any]) -> None:
+        """Take over the fields of a `KVStats`."""
+        for name, gauge in self._gauges.items():
+            gauge.set(stats[name])
+        for name, counter in self._counters.items():
+            counter.inc(stats[name] - self._shown[name])
+            self._shown[name] = stats[name]

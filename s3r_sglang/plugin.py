@@ -17,6 +17,7 @@ from s3r_sglang.patches import (
     http_server,
     kv_cache_builder,
     schedule_batch,
+    kv_scheduling,
     scheduler,
     server_args,
     tokenizer_manager,
@@ -49,6 +50,7 @@ _SRT = "sglang.srt"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
     Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
     Hook(f"{_SRT}.server_args.prepare_server_args", "AROUND", server_args.one_sentence_on_the_command_line),
     Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
@@ -76,6 +78,15 @@ HOOKS = (
     Hook(f"{_SRT}.managers.scheduler.Scheduler.get_internal_state", "AFTER", scheduler.add_internal_state),
     Hook(
         f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
+    Hook(f"{_SCHEDULER}.__init__", "AFTER", kv_scheduling.attach),
+    Hook(f"{_SCHEDULER}.get_next_batch_to_run", "AROUND", kv_scheduling.next_batch),
+    Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "AFTER", kv_scheduling.bound_admission),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", "BEFORE", kv_scheduling.count_retraction),
+    Hook(f"{_SCHEDULER}.init_req_max_new_tokens", "AROUND", kv_scheduling.refuse_larger_than_the_pool),
+    Hook(f"{_SCHEDULER}.abort_request", "BEFORE", kv_scheduling.abort_paused),
+    Hook(f"{_SCHEDULER}.pause_generation", "BEFORE", kv_scheduling.retract_paused),
+    Hook(f"{_SCHEDULER}.is_fully_idle", "AFTER", kv_scheduling.busy_while_paused),
+    Hook(f"{_SCHEDULER}.release_host_resources", "AFTER", kv_scheduling.unpin),
         "AROUND",
         schedule_batch.first_end_of_a_block,
     ),

@@ -53,3 +53,15 @@ class KVStats:
     def pages_per_1000_tokens(self) -> float:
         """Pages moved in both directions per 1,000 committed tokens (paper, table 2)."""
         return 1000 * (self.pages_out + self.pages_in) / self.tokens if self.tokens else 0.0
+
+    def line(self) -> str:
+        """One line for the log."""
+        latency = 1000 * self.restore_seconds / self.restores if self.restores else 0.0
+        return (
+            f"{self.policy}, limit {self.limit}, active {self.active}, paused {self.paused}, "
+            f"waiting {self.waiting}, "
+            f"utilization {self.utilization:.2f}, pauses {self.pauses} ({self.repauses} again), "
+            f"pages moved per 1,000 tokens {self.pages_per_1000_tokens:.1f}, "
+            f"host pages {self.host_pages_used} (peak {self.host_pages_peak} of {self.host_pages_capacity}), "
+            f"recomputed {self.recomputed}, restore {latency:.0f} ms"
+        )

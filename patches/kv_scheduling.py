@@ -1,0 +1,75 @@
+"""Pause, restore and admit under KV pressure, in the scheduler process; `s3r_sglang/scheduler` does it."""
+
+from typing import Any
+
+from s3r_sglang.config import is_self_sparse
+
+
+def controller_of(scheduler) -> Any:
+    """The scheduler's KVController, or None if it does not run self-sparse decoding."""
+    return getattr(scheduler, "s3r_kv", None)
+
+
+def attach(_, scheduler, *args, **kwargs) -> None:
+    """After `Scheduler.__init__`: the controller and its host memory, while a fault still ends the start-up."""
+    if is_self_sparse(scheduler.server_args.speculative_algorithm):
+        from s3r_sglang.scheduler.controller import KVController
+
+        scheduler.s3r_kv = KVController(scheduler)
+
+
+def next_batch(original, scheduler, running_batch, last_batch):
+    """Around `Scheduler.get_next_batch_to_run`: pause until the next round fits; restore when there is room."""
+    controller = controller_of(scheduler)
+    if controller is None:
+        return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+    return controller.next_batch(original, running_batch, last_batch)
+
+
+def bound_admission(allowed: int, scheduler, running_bs: int) -> int:
+    """After `Scheduler.get_num_allocatable_reqs`: the concurrency limit; restoration goes first."""
+    controller = controller_of(scheduler)
+    return allowed if controller is None else controller.admissible(allowed, running_bs)
+
+
+def count_retraction(scheduler, req, is_retracted: bool = False) -> None:
+    """Before `Scheduler._add_request_to_queue`: count requests that will be prefilled again."""
+    controller = controller_of(scheduler)
+    if controller is not None and is_retracted:
+        controller.recomputed += 1
+
+
+def refuse_larger_than_the_pool(original, scheduler, req) -> None:
+    """Around `Scheduler.init_req_max_new_tokens`: refuse what cannot finish in the KV pool, before it starts."""
+    controller = controller_of(scheduler)
+    asked = req.sampling_params.max_new_tokens
+    original(scheduler, req)
+    if controller is not None:
+        controller.limit_length(req, asked)
+
+
+def abort_paused(scheduler, recv_req) -> None:
+    """Before `Scheduler.abort_request`: SGLang looks for requests in its queue and batches only."""
+    controller = controller_of(scheduler)
+    if controller is not None:
+        controller.abort(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+
+def retract_paused(scheduler, recv_req) -> None:
+    """Before `Scheduler.pause_generation`: in mode `retract`, paused requests are retracted like running ones."""
+    controller = controller_of(scheduler)
+    if controller is not None and recv_req.mode == "retract":
+        controller.give_up_all()
+
+
+def busy_while_paused(idle: bool, scheduler, *args, **kwargs) -> bool:
+    """After `Scheduler.is_fully_idle`: paused requests are in flight, so flushes and releases wait or fail."""
+    controller = controller_of(scheduler)
+    return idle and not (controller and controller.core.away)
+
+
+def unpin(_, scheduler) -> None:
+    """After `Scheduler.release_host_resources`, which ends the process."""
+    controller = controller_of(scheduler)
+    if controller is not None:
+        controller.close()

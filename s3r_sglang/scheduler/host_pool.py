@@ -1,0 +1,164 @@
+"""Host memory for the KV of paused requests, and the copies from and to the device.
+
+A fixed number of blocks in one buffer, allocated once and pinned on CUDA. The rows of a request lie scattered over
+the pages and layers of the device pool; a block is gathered into a contiguous staging buffer on the device and
+crosses the link as one asynchronous copy (29 MB for the Qwen3-1.7B shape), which the copy engine carries without
+taking multiprocessors from the round that runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import psutil
+import torch
+
+from s3r_sglang.config import ConfigError
+from s3r_sglang.sglang_symbols import ALLOC_MEMORY_FUNCS, HostTensorAllocator, cuda_host_unregister
+
+logger = logging.getLogger(__name__)
+
+# Tokens per block. Gathering takes 2 launches per layer and block, 0.2 ms of host time for 28 layers, which the
+# copy of a block (0.5 ms) hides; smaller blocks would be bound by launches.
+BLOCK_TOKENS = 256
+# Unless the size is configured: at most this share of the host memory that is free at start-up.
+FREE_MEMORY_SHARE = 0.25
+
+
+class HostPool:
+    """Blocks of host memory, and copies of KV rows between them and the device pool.
+
+    All copies run in one stream, in the order of the calls: so a block that is freed while its copy still runs may
+    be handed out again at once.
+
+    Args:
+        keys, values: per layer, the device pool's rows [pages, ...]; all of one shape and dtype.
+        num_blocks: blocks of `BLOCK_TOKENS` tokens.
+
+    Attributes:
+        used, peak: blocks in use now, and at most so far.
+        num_blocks, block_tokens: size of the pool and of a block.
+    """
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], num_blocks: int) -> None:
+        self._layers = [buffer.flatten(1) for buffer in (*keys, *values)]
+        sample = self._layers[0]
+        self._row = sample.shape[1]
+        self._module = torch.get_device_module(sample.device)
+        self._stream = self._module.Stream()
+        self.num_blocks, self.block_tokens = num_blocks, BLOCK_TOKENS
+        self._free = list(range(num_blocks))
+        self.peak = 0
+        shape = (num_blocks, len(self._layers) * BLOCK_TOKENS * self._row)
+        self._pinned = sample.is_cuda and num_blocks > 0
+        self._host = _allocate(shape, sample.dtype, self._pinned)
+        self._staging = torch.empty(shape[1], dtype=sample.dtype, device=sample.device)
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, tokens: int) -> list[int] | None:
+        """Blocks for `tokens` tokens, or None if there are not enough."""
+        count = -(-tokens // BLOCK_TOKENS)
+        if count > len(self._free):
+            return None
+        blocks, self._free = self._free[:count], self._free[count:]
+        self.peak = max(self.peak, self.used)
+        return blocks
+
+    def free(self, blocks: list[int]) -> None:
+        self._free += blocks
+
+    def save(self, blocks: list[int], pages: torch.Tensor) -> None:
+        """Copy the rows of `pages` [n] int64 to `blocks`; work queued from now on may overwrite the pages."""
+        gathered = self._module.Event()
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            for block, part in zip(blocks, pages.split(BLOCK_TOKENS), strict=True):
+                staged = self._staged(self._staging, len(part))
+                for rows, layer in zip(staged, self._layers, strict=True):
+                    torch.index_select(layer, 0, part, out=rows)
+                gathered.record()
+                self._staged(self._host[block], len(part)).copy_(staged, non_blocking=True)
+        # On the device, the host does not wait. It is the copies of all blocks but the last that take time.
+        self._module.current_stream().wait_event(gathered)
+
+    def load(self, blocks: list[int], pages: torch.Tensor):
+        """Copy `blocks` to the rows of `pages` [n] int64, which the caller keeps until the returned event."""
+        done = self._module.Event()
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            for block, part in zip(blocks, pages.split(BLOCK_TOKENS), strict=True):
+                staged = self._staged(self._staging, len(part))
+                staged.copy_(self._staged(self._host[block], len(part)), non_blocking=True)
+                for rows, layer in zip(staged, self._layers, strict=True):
+                    layer.index_copy_(0, part, rows)
+            done.record()
+        return done
+
+    def wait(self, event) -> None:
+        """Order work queued from now on behind `event`; the host does not wait."""
+        self._module.current_stream().wait_event(event)
+
+    def close(self) -> None:
+        """Unpin the buffer: left to the kernel, the end of the process may stall for tens of seconds."""
+        if self._pinned:
+            self._module.synchronize()
+            cuda_host_unregister(self._host)
+            self._pinned = False
+
+    def _staged(self, flat: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The contiguous view [2 * layers, tokens, row] at the start of a block."""
+        count = len(self._layers)
+        return flat[: count * tokens * self._row].view(count, tokens, self._row)
+
+
+def block_bytes(keys: list[torch.Tensor], values: list[torch.Tensor]) -> int:
+    """Size of one block for a pool with these rows."""
+    return sum(BLOCK_TOKENS * layer[0].nbytes for layer in (*keys, *values))
+
+
+def choose_num_blocks(host_gb: float | None, pages: int, slots: int, bytes_per_block: int, ranks: int) -> int:
+    """Blocks of the host pool: as configured, or enough for all there is if host memory allows.
+
+    Args:
+        host_gb: configured size of this rank's pool in GB (10^9 bytes); None chooses.
+        pages: pages of the device's KV pool.
+        slots: requests at most; each may leave its last block partly empty.
+        bytes_per_block: see `block_bytes`.
+        ranks: processes of this server that share the host's memory.
+
+    Raises:
+        ConfigError: the configured size exceeds the memory that is free.
+    """
+    free = free_memory()
+    if host_gb is None:
+        return min(pages // BLOCK_TOKENS + slots, int(free * FREE_MEMORY_SHARE / ranks) // bytes_per_block)
+    if host_gb * 1e9 * ranks > free:
+        raise ConfigError(
+            f"--s3r-kv-host-gb {host_gb} for each of {ranks} processes exceeds the {free / 1e9:.1f} GB of host "
+            "memory that are free; lower it."
+        )
+    return int(host_gb * 1e9) // bytes_per_block
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that this process may still take: the machine's, or its container's if less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        current = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - current))
+
+
+def _allocate(shape: tuple[int, int], dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    # SGLang's: PyTorch's own pinned memory is rounded up to a power of two.
+    return ALLOC_MEMORY_FUNCS["cuda"](
+        shape, dtype=dtype, device="cpu", pin_memory=pinned, allocator=HostTensorAllocator()
+    )

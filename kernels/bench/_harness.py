@@ -121,7 +121,7 @@ def grid(**options: Iterable[Any]) -> list[dict[str, Any]]:
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
-def measure(shape: Shape, variant: str, tiles: dict[str, Any], case: Case) -> dict[str, Any]:
+def measure(shape: object, variant: str, tiles: dict[str, Any], case: Case) -> dict[str, Any]:
     row = {"shape": str(shape), "variant": variant, "tiles": tiles, "status": "ok"}
     try:
         case.check()
@@ -141,6 +141,24 @@ def print_row(row: dict[str, Any], ceiling: float) -> None:
         share = row["tb_per_s"] / ceiling
         result = f"{row['us']:9.1f} us {row['tb_per_s']:6.2f} TB/s {share:5.0%} of copy"
     print(f"{row['shape']:>20}  {row['variant']:<12} {result}  {tiles}", flush=True)
+
+
+def sampling_arguments(op: str) -> argparse.Namespace:
+    """Command line of a bench over the vocabulary: json, sweep, batch_sizes."""
+    parser = argparse.ArgumentParser(description=f"Check and time {op}.")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--sweep", action="store_true", help="time every tile choice")
+    parser.add_argument("--batch-sizes", nargs="*", type=int, help="only these")
+    return parser.parse_args()
+
+
+def finish(op: str, rows: list[dict[str, Any]], ceiling: float, path: Path | None) -> None:
+    """Write the rows to `path`, if any; SystemExit if a result was wrong."""
+    if path:
+        report = {"op": op, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
+        path.write_text(json.dumps(report, indent=1))
+    if any(row["status"].startswith("WRONG") for row in rows):
+        raise SystemExit(f"{op}: some results are wrong")
 
 
 def main(
@@ -176,8 +194,4 @@ def main(
                 print_row(row, ceiling)
             rows += found
         del inputs
-    if args.json:
-        report = {"op": op, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
-    if any(row["status"].startswith("WRONG") for row in rows):
-        raise SystemExit(f"{op}: some results are wrong")
+    finish(op, rows, ceiling, args.json)

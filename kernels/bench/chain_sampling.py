@@ -5,10 +5,7 @@ the logits once plus two rows per request for the residual. The plain variants a
 PyTorch operators and SGLang's chain kernel costs.
 """
 
-import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from s3r_sglang.kernels.bench import _harness
@@ -119,12 +116,7 @@ def check_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=f"Check and time {OP}.")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--sweep", action="store_true", help="time every tile choice, best first")
-    parser.add_argument("--batch-sizes", nargs="*", type=int, help="only these")
-    args = parser.parse_args()
-
+    args = _harness.sampling_arguments(OP)
     ceiling = _harness.copy_ceiling()
     print(f"{OP} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s, k = {NUM_DRAFTS}")
     rows = []
@@ -142,11 +134,7 @@ def main() -> None:
                 _harness.print_row(row, ceiling)
             rows += found
         del inputs
-    if args.json:
-        report = {"op": OP, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
-    if any(row["status"].startswith("WRONG") for row in rows):
-        raise SystemExit(f"{OP}: some results are wrong")
+    _harness.finish(OP, rows, ceiling, args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""Run one SGLang server for as long as its owner lives. Runs in the engine's environment.
+
+    python -m s3r_sglang.rl_integration.openrlhf.serve MODE DEVICE OWNER [arguments of SGLang …]
+
+OWNER is the process id of the Ray actor that started us. Its death, by SIGKILL too, makes it no longer our parent,
+and the server is stopped then. (A parent-death signal would come when the *thread* ends that started us.)
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+from s3r_sglang import cpu, launch
+
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.5
+STOP_SECONDS = 10.0
+
+
+def command(mode: str, device: str, argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of the server."""
+    environ = dict(os.environ)
+    if device == "cpu":
+        cpu.prepare(environ)
+    if mode == "direct":
+        argv = [*argv, "--s3r-mode", "direct"]
+    arguments = launch.arguments(argv, device != "cpu", speculative=mode != "autoregressive")
+    return [sys.executable, "-m", "sglang.launch_server", *arguments], environ
+
+
+def main() -> int:
+    """Run the server; return its exit status."""
+    mode, device, owner, *argv = sys.argv[1:]
+    words, environ = command(mode, device, argv)
+    # SystemExit at the next poll; the owner's `stop` sends this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    server = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    try:
+        while os.getppid() == int(owner):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return server.wait(POLL_SECONDS)
+        return 1
+    finally:
+        _stop(server)
+
+
+def _die_with_parent() -> None:
+    """The server must not outlive us either. Called between fork and exec; we have a single thread."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop(server: subprocess.Popen) -> None:
+    if server.poll() is not None:
+        return
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(STOP_SECONDS)
+    # The owner made us a process group of our own; what SGLang's children are left is in it, and so are we.
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""Imported by OpenRLHF's vLLM actor, which S3R's replaces."""
+
+
+class TokensPrompt:
+    """Never made."""

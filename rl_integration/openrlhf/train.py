@@ -1,0 +1,69 @@
+"""`python -m s3r_sglang.rl_integration.openrlhf.train`: OpenRLHF's `train_ppo_ray`, rollouts by S3R.
+
+Runs in the trainer's environment.
+"""
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+
+from s3r_sglang.rl_integration.openrlhf import compat, environment, options, runtime
+
+MODULE = "openrlhf.cli.train_ppo_ray"
+# Ray places actors by these; without a GPU they stand for nothing, and two cores must hold all actors of a run.
+FAKE_RESOURCES = {"num_cpus": 64, "num_gpus": 64}
+# OpenRLHF's own for its workers, which it only sets if it starts Ray itself.
+WORKER_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; returns the exit status."""
+    ours, theirs = options.parse(sys.argv[1:] if argv is None else argv)
+    try:
+        compat.require_tested_version()
+        ours = environment.with_engine(ours)
+        runtime.prepare_worker()
+        from s3r_sglang.rl_integration.openrlhf import replace
+
+        replace.install(ours)
+        _start_ray()
+        sys.argv = [MODULE, *theirs]
+        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    except (compat.UnsupportedError, environment.SetupError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: the run stopped: {_cause(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _start_ray() -> None:
+    """Start Ray or join the cluster of $RAY_ADDRESS, with our set-up in each worker."""
+    import ray
+
+    environ = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
+    hook = f"{runtime.__name__}.prepare_worker"
+    alone = not runtime.has_gpu() and "RAY_ADDRESS" not in os.environ
+    ray.init(
+        runtime_env={"env_vars": environ, "worker_process_setup_hook": hook},
+        **(FAKE_RESOURCES if alone else {}),
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost message of an error that crossed several Ray actors."""
+    while (inner := getattr(error, "cause", None) or error.__cause__) is not None:
+        error = inner
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,8 +29,10 @@ setup(
     package_data={
         # The sgl_kernel stand-in is a search-path entry, not a package of ours.
         "s3r_sglang": ["py.typed", "data/*", "cpu/standin/sgl_kernel/*.py", "server/static/*"],
-        "s3r_sglang.configs": ["*.yaml", "openrlhf/*.yaml"],
+        "s3r_sglang.configs": ["*.yaml", "openrlhf/*"],
         "s3r_sglang.patches": ["INVENTORY.md"],
+        # Search-path entries too.
+        "s3r_sglang.rl_integration.openrlhf": ["standin/**/*.py"],
         "s3r_sglang.rl_integration.data": ["samples/*.jsonl"],
     },
 )

@@ -16,8 +16,8 @@ from s3r_sglang.patches import (
     allocation_sizing,
     http_server,
     kv_cache_builder,
-    schedule_batch,
     kv_scheduling,
+    schedule_batch,
     scheduler,
     server_args,
     tokenizer_manager,
@@ -49,8 +49,8 @@ class HookStatus:
 _SRT = "sglang.srt"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-HOOKS = (
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
     Hook(f"{_SRT}.server_args.prepare_server_args", "AROUND", server_args.one_sentence_on_the_command_line),
     Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
@@ -76,8 +76,6 @@ _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
         f"{_SRT}.speculative.spec_info.create_dummy_verify_input", "AROUND", verify_input.chain_verify_input
     ),
     Hook(f"{_SRT}.managers.scheduler.Scheduler.get_internal_state", "AFTER", scheduler.add_internal_state),
-    Hook(
-        f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
     Hook(f"{_SCHEDULER}.__init__", "AFTER", kv_scheduling.attach),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", "AROUND", kv_scheduling.next_batch),
     Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "AFTER", kv_scheduling.bound_admission),
@@ -87,6 +85,8 @@ _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
     Hook(f"{_SCHEDULER}.pause_generation", "BEFORE", kv_scheduling.retract_paused),
     Hook(f"{_SCHEDULER}.is_fully_idle", "AFTER", kv_scheduling.busy_while_paused),
     Hook(f"{_SCHEDULER}.release_host_resources", "AFTER", kv_scheduling.unpin),
+    Hook(
+        f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
         "AROUND",
         schedule_batch.first_end_of_a_block,
     ),

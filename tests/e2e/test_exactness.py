@@ -21,7 +21,6 @@ STARVED = {
     "s3r_recent_window": 1,
     "s3r_prompt_queries": 2,
     "skip_tokenizer_init": True,
-    "dtype": "float32",
     "max_total_tokens": 20_000,
     "max_running_requests": 200,
 }

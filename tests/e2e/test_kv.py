@@ -20,7 +20,6 @@ def running(probed_environment, engine, tiny_llama):
         "s3r_min_budget": 3,
         "s3r_recent_window": 1,
         "skip_tokenizer_init": True,
-        "dtype": "float32",
         "max_total_tokens": 20_000,
         "max_running_requests": 32,
     }

@@ -18,7 +18,6 @@ ARGS = {
     "s3r_min_budget": 40,
     "s3r_recent_window": 4,
     "s3r_budget_ratio": 0.8,
-    "dtype": "float32",
     "max_total_tokens": 20_000,
     "max_running_requests": 32,
 }

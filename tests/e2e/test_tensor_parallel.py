@@ -13,7 +13,6 @@ STARVED = {
     "s3r_min_budget": 4,
     "s3r_recent_window": 2,
     "skip_tokenizer_init": True,
-    "dtype": "float32",
     "max_total_tokens": 4_000,
     "max_running_requests": 8,
     "random_seed": 1,

@@ -129,6 +129,22 @@ def rollout(
         raise fail(str(error)) from None
 
 
+@app.command()
+def recipe(
+    name: Annotated[str | None, typer.Argument(help="A recipe or a YAML file; none lists the recipes.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as actor.adam.lr=1.0e-6.")
+    ] = None,
+) -> None:
+    """Print a training run of the paper as a command of s3r-openrlhf."""
+    from s3r_sglang.commands import recipe as command
+
+    try:
+        command.execute(name, overrides or [], console)
+    except command.RecipeError as error:
+        raise fail(str(error)) from None
+
+
 def main() -> None:
     """Console script."""
     app()

@@ -17,7 +17,7 @@ def data() -> None:
 
 @app.command()
 def prepare(
-    name: Annotated[str, typer.Argument(help="dapo-math-17k, aime26 or arxiv-math")],
+    name: Annotated[str, typer.Argument(help="dapo-math-17k, aime26, arxiv-math or arithmetic")],
     out: Annotated[Path, typer.Option(help="JSON lines: id, messages, answer, datasource.")],
     source: Annotated[
         Path | None, typer.Option(help="Local .parquet or .jsonl file, or folder; default: the hub.")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from s3r_sglang.rl_integration.data import arithmetic
 from s3r_sglang.rl_integration.data.sources import DAPO_AFTER, DAPO_BEFORE, SOURCES, DataError, Problem, read
 
 # How a problem is put to the model. The reward understands both.
@@ -59,6 +60,7 @@ def prepare(
     The order depends on the seed and the problems, not on their order in the source.
 
     Args:
+        name: key of `SOURCES`, or "arithmetic", which is made up from the seed and needs no download.
         source: local file or folder of the data set's schema; None reads the hub.
         style: key of `STYLES`.
         limit: keep only so many problems, of both files together.
@@ -73,9 +75,7 @@ def prepare(
             raise DataError(f"{target} exists; pass --force to overwrite it")
         if not target.parent.is_dir():
             raise DataError(f"there is no folder {target.parent}")
-    if name not in SOURCES:
-        raise DataError(f"there is no data set {name!r}; known are {', '.join(SOURCES)}")
-    rows, problems, conflicts = distinct(read(SOURCES[name], source))
+    rows, problems, conflicts = distinct(_problems(name, source, seed, limit))
     records = [record(name, problem, style) for problem in problems]
     records.sort(key=lambda line: line["id"])
     random.Random(seed).shuffle(records)
@@ -86,7 +86,21 @@ def prepare(
     for target, part in zip(targets, parts, strict=False):
         _write(target, part)
     duplicates = rows - len(problems) - sum(conflicts.values())
-    return Summary(rows, duplicates, len(conflicts), len(parts[0]), len(parts[1]), SOURCES[name].paper_rows)
+    paper_rows = SOURCES[name].paper_rows if name in SOURCES else None
+    return Summary(rows, duplicates, len(conflicts), len(parts[0]), len(parts[1]), paper_rows)
+
+
+def _problems(name: str, source: Path | None, seed: int, limit: int | None) -> Iterable[Problem]:
+    if name in SOURCES:
+        return read(SOURCES[name], source)
+    if name != "arithmetic":
+        raise DataError(f"there is no data set {name!r}; known are {', '.join(SOURCES)}, arithmetic")
+    if source:
+        raise DataError("arithmetic is made up here, it takes no --source")
+    try:
+        return arithmetic.problems(limit or 1024, seed)
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 def distinct(problems: Iterable[Problem]) -> tuple[int, list[Problem], dict[str, int]]:

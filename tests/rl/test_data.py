@@ -185,3 +185,19 @@ def test_openrlhf_reads_the_lines_with_these_keys(tmp_path):
 
 def test_every_source_has_a_sample():
     assert {path.stem for path in SAMPLES.glob("*.jsonl")} == set(SOURCES)
+
+
+def test_arithmetic_needs_no_source(tmp_path):
+    out = tmp_path / "out.jsonl"
+    summary = prepare("arithmetic", out, limit=300, style="boxed", seed=3)
+    assert (summary.written, summary.duplicates, summary.conflicts, summary.paper_rows) == (300, 0, 0, None)
+    records = lines(out)
+    for record in records:
+        expression = record["messages"][0]["content"].split("$")[1].replace("\\cdot", "*")
+        assert record["answer"] == str(eval(expression, {"__builtins__": {}}))
+    prepare("arithmetic", out, limit=300, style="boxed", seed=4, force=True)
+    assert lines(out) != records
+    with pytest.raises(DataError, match="takes no --source"):
+        prepare("arithmetic", out, source=SAMPLES, force=True)
+    with pytest.raises(DataError, match="100000 at most"):
+        prepare("arithmetic", out, limit=200_000, force=True)

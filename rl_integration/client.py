@@ -6,18 +6,30 @@ piece or not at all, none can appear twice or mix two replicas.
 """
 
 import asyncio
-import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from pydantic import ValidationError
 
+from s3r_sglang.faults import sentence
 from s3r_sglang.server.protocol import Group, GroupError, Prompt, RolloutRequest, Sampling, group_seed
 
 # A replica that was lost is asked again this often, and a 503 of a sleeping one is not hammered either.
 PROBE_SECONDS = 1.0
+# While no replica is ready, the log says so this often.
+WAITING_SECONDS = 10.0
+# Answers that no waiting will change, and what to do about them.
+HOPELESS = {
+    401: "give the server's --api-key as api_key",
+    403: "give the server's --api-key as api_key",
+    404: "it serves no rollouts; start it with --speculative-algorithm self-sparse",
+}
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutError(RuntimeError):
@@ -51,10 +63,13 @@ class Rollout:
 
 @dataclass
 class _Replica:
+    """`state` is what the last probe found, for people."""
+
     url: str
     outstanding: int = 0
     up: bool = True
     probed: float = field(default=0.0)
+    state: str = ""
 
 
 class AsyncRolloutClient:
@@ -64,7 +79,8 @@ class AsyncRolloutClient:
         urls: base URL of a server, or of several that serve the same weights.
         api_key: SGLang's --api-key.
         max_outstanding: groups in progress per replica.
-        recover_seconds: how long to wait for a replica to come back when none is left.
+        recover_seconds: how long to wait for a replica when none is ready, be it starting or lost; the log says
+            meanwhile what is waited for.
         max_attempts: how often one group is tried when replicas are lost under it.
     """
 
@@ -84,6 +100,7 @@ class AsyncRolloutClient:
         self._slots = asyncio.Semaphore(max_outstanding * len(urls))
         self._recover_seconds = recover_seconds
         self._max_attempts = max_attempts
+        self._said = -WAITING_SECONDS
         # Sampling takes as long as it takes; only connecting is bounded.
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -128,17 +145,15 @@ class AsyncRolloutClient:
             seed: makes the responses reproducible, whatever replica samples them.
 
         Raises:
-            pydantic.ValidationError: malformed arguments; nothing has been sent.
-            RolloutError: a server refused a request, or no replica came back in time.
+            ValueError: malformed arguments, in one sentence; nothing has been sent.
+            RolloutError: a server refused a request, no replica was ready in time, or what answers at an address
+                is no rollout service.
         """
-        body = RolloutRequest.model_validate(
-            {
-                "prompts": [_fields(prompt) for prompt in prompts],
-                "group_size": group_size,
-                "sampling": _fields(sampling or {}),
-                "seed": seed,
-            }
-        )
+        fields = {"prompts": [_fields(prompt) for prompt in prompts], "group_size": group_size}
+        try:
+            body = RolloutRequest.model_validate(fields | {"sampling": _fields(sampling or {}), "seed": seed})
+        except ValidationError as error:
+            raise ValueError(sentence(error, RolloutRequest)) from None
         tasks = [asyncio.create_task(self._group(body, index)) for index in range(len(body.prompts))]
         try:
             for next_done in asyncio.as_completed(tasks):
@@ -172,7 +187,7 @@ class AsyncRolloutClient:
                 return await self._post(replica, content), replica, attempt
             except httpx.TransportError as error:
                 lost = error
-                replica.up = False
+                replica.up, replica.state = False, _does_not_answer(error)
             finally:
                 replica.outstanding -= 1
         raise RolloutError(
@@ -189,28 +204,48 @@ class AsyncRolloutClient:
                 break
             await asyncio.sleep(float(response.headers.get("Retry-After", PROBE_SECONDS)))
         if response.status_code != httpx.codes.OK:
-            raise RolloutError(f"{replica.url} answered {response.status_code}: {_message(response)}")
+            advice = HOPELESS.get(response.status_code) or _message(response)
+            raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")
         return response.json()["groups"][0]
 
     async def _least_loaded(self) -> _Replica:
-        deadline = time.monotonic() + self._recover_seconds
+        started = time.monotonic()
         while True:
             await asyncio.gather(*(self._probe(replica) for replica in self._replicas if not replica.up))
             alive = [replica for replica in self._replicas if replica.up]
             if alive:
                 return min(alive, key=lambda replica: replica.outstanding)
-            if time.monotonic() > deadline:
-                raise RolloutError(f"no replica was ready for {self._recover_seconds:g} seconds")
+            waited = time.monotonic() - started
+            if waited > self._recover_seconds:
+                raise RolloutError(
+                    f"no replica was ready for {self._recover_seconds:g} seconds ({self._states()})"
+                )
+            self._say_what_is_waited_for(self._recover_seconds - waited)
             await asyncio.sleep(PROBE_SECONDS)
 
+    def _say_what_is_waited_for(self, left: float) -> None:
+        """Once for all groups that wait, and not again for `WAITING_SECONDS`."""
+        if time.monotonic() - self._said > WAITING_SECONDS:
+            self._said = time.monotonic()
+            logger.warning("no replica is ready, waiting %.0f s more: %s", left, self._states())
+
+    def _states(self) -> str:
+        return "; ".join(f"{replica.url} {replica.state}" for replica in self._replicas)
+
     async def _probe(self, replica: _Replica) -> None:
-        """Take a lost replica back once it is ready."""
+        """Take a lost replica back once it is ready; raise RolloutError if it never will be."""
         if time.monotonic() - replica.probed < PROBE_SECONDS:
             return
         replica.probed = time.monotonic()
-        with contextlib.suppress(httpx.TransportError):
+        try:
             response = await self._http.get(f"{replica.url}/s3r/ready", timeout=5.0)
-            replica.up = response.status_code == httpx.codes.OK
+        except httpx.TransportError as error:
+            replica.state = _does_not_answer(error)
+            return
+        replica.up = response.status_code == httpx.codes.OK
+        replica.state = f"answers {response.status_code}: {_message(response)}"
+        if advice := HOPELESS.get(response.status_code):
+            raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")
 
     async def stats(self) -> list[dict[str, Any]]:
         """`/s3r/stats` of every replica, in the order of the URLs."""
@@ -258,6 +293,10 @@ class RolloutClient:
 
 def _fields(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else value.model_dump(exclude_none=True)
+
+
+def _does_not_answer(error: httpx.TransportError) -> str:
+    return f"does not answer ({str(error) or type(error).__name__})"
 
 
 def _message(response: httpx.Response) -> str:

@@ -1,137 +1,126 @@
-"""Prompt files: JSON lines, checked as a whole before an engine starts."""
+"""Prompts: JSON-lines files, checked as a whole before an engine starts, and their token ids."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMS = ("prompt", "messages", "token_ids")
+from pydantic import ValidationError
+
+from s3r_sglang.faults import sentence
+from s3r_sglang.server.protocol import Prompt
 
 
 class PromptError(ValueError):
-    """A prompt file is unusable; the message names file and line, and says what is wrong."""
+    """A prompt is unusable; for a row of a file, the message begins with file and line."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One row of a prompt file. Exactly one of `prompt`, `messages`, `token_ids` is set."""
+class Row:
+    """A prompt and its place, `file:line`."""
 
     where: str
-    id: str | int
-    prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
-    token_ids: list[int] | None = None
+    prompt: Prompt
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the engine gets it."""
+    """A prompt as the engine gets it, and what `Prompt` says of its responses."""
 
     id: str | int
     token_ids: list[int]
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    metadata: dict[str, Any] | None = None
 
 
-def load(path: Path) -> list[Prompt]:
-    """Read a prompt file: a row is {"id": …} with one of "prompt" (text), "messages" (chat) or "token_ids".
-
-    Other keys are ignored, blank lines are skipped.
+def load(path: Path) -> list[Row]:
+    """Read a prompt file: each row is what `/s3r/rollout` takes as a prompt; blank lines are skipped.
 
     Raises:
-        PromptError: unreadable file, no rows, a malformed row, or an id that occurs twice.
+        PromptError: unreadable file, no rows, a malformed row, an unknown key, or an id that occurs twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path}: cannot be read ({error})") from None
-    prompts = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
+    rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
         raise PromptError(f"{path}: holds no prompts")
     seen: dict[str | int, str] = {}
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise PromptError(f"{prompt.where}: id {prompt.id!r} was used before, at {seen[prompt.id]}")
-        seen[prompt.id] = prompt.where
-    return prompts
+    for row in rows:
+        if row.prompt.id in seen:
+            raise PromptError(f"{row.where}: id {row.prompt.id!r} was used before, at {seen[row.prompt.id]}")
+        seen[row.prompt.id] = row.where
+    return rows
 
 
-def _parse(where: str, line: str) -> Prompt:
+def _parse(where: str, line: str) -> Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise PromptError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    if not isinstance(row.get("id"), str | int) or isinstance(row["id"], bool):
-        raise PromptError(f'{where}: needs an "id" that is a string or an integer')
-    given = [form for form in FORMS if form in row]
-    if len(given) != 1:
-        found = " and ".join(f'"{form}"' for form in given) or "none"
-        raise PromptError(f'{where}: needs exactly one of "prompt", "messages", "token_ids"; has {found}')
-    form = given[0]
-    fault = {"prompt": _prompt_fault, "messages": _messages_fault, "token_ids": _token_ids_fault}[form]
-    if problem := fault(row[form]):
-        raise PromptError(f'{where}: "{form}" {problem}')
-    return Prompt(where, row["id"], **{form: row[form]})
+        return Row(where, Prompt.model_validate_json(line))
+    except ValidationError as error:
+        raise PromptError(f"{where}: {sentence(error, Prompt)}") from None
 
 
-def _prompt_fault(value: Any) -> str | None:
-    return None if isinstance(value, str) and value else "must be a non-empty string"
-
-
-def _messages_fault(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return "must be a non-empty list"
-    for message in value:
-        fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            return 'must hold objects with the strings "role" and "content"'
-    return None
-
-
-def _token_ids_fault(value: Any) -> str | None:
-    whole = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-    return None if whole and value else "must be a non-empty list of token ids"
-
-
-def encode(
-    prompts: list[Prompt], tokenizer: Any, context_length: int, max_new_tokens: int
-) -> list[EncodedPrompt]:
+def encode(rows: list[Row], tokenizer: Any, context_length: int, max_new_tokens: int) -> list[EncodedPrompt]:
     """Turn prompts into token ids, and check that each fits the model with its response.
 
     Args:
-        prompts: rows of `load`.
+        rows: of `load`.
         tokenizer: of transformers; `messages` go through its chat template.
         context_length: positions of the model.
-        max_new_tokens: length limit of a response.
+        max_new_tokens: length limit of a response whose prompt sets none.
 
     Raises:
-        PromptError: a token id outside the vocabulary, a prompt too long, or no chat template.
+        PromptError: no tokens, a token id outside the vocabulary, a prompt too long, or a chat that the template
+            refuses.
     """
     encoded = []
-    for prompt in prompts:
-        token_ids = _token_ids(prompt, tokenizer)
-        if max(token_ids) >= len(tokenizer):
+    for row in rows:
+        prompt = row.prompt
+        try:
+            ids = token_ids(prompt, tokenizer)
+        except PromptError as error:
+            raise PromptError(f"{row.where}: {error}") from None
+        if max(ids) >= len(tokenizer):
             raise PromptError(
-                f"{prompt.where}: token id {max(token_ids)} is outside the vocabulary of {len(tokenizer)}"
+                f"{row.where}: token id {max(ids)} is outside the vocabulary of {len(tokenizer)}"
             )
-        if len(token_ids) + max_new_tokens > context_length:
+        new = prompt.max_new_tokens or max_new_tokens
+        if len(ids) + new > context_length:
             raise PromptError(
-                f"{prompt.where}: {len(token_ids)} prompt tokens and {max_new_tokens} new ones exceed the "
-                f"{context_length} positions of the model; shorten the prompt or lower --max-new-tokens"
+                f"{row.where}: {len(ids)} prompt tokens and {new} new ones exceed the {context_length} positions "
+                "of the model; shorten the prompt or lower max_new_tokens"
             )
-        encoded.append(EncodedPrompt(prompt.id, token_ids))
+        encoded.append(EncodedPrompt(prompt.id, ids, prompt.max_new_tokens, prompt.seed, prompt.metadata))
     return encoded
 
 
-def _token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    if prompt.token_ids is not None:
-        return prompt.token_ids
+def token_ids(prompt: Prompt, tokenizer: Any | None) -> list[int]:
+    """Token ids of a prompt in any of its forms, at least one.
+
+    Args:
+        tokenizer: of transformers, or None where there is none; then only `token_ids` can be used.
+
+    Raises:
+        PromptError: no tokens, no tokenizer or chat template, or a chat that the template refuses.
+    """
+    ids = prompt.token_ids if prompt.token_ids is not None else _tokenize(prompt, tokenizer)
+    if not ids:
+        raise PromptError("the prompt has no tokens.")
+    return ids
+
+
+def _tokenize(prompt: Prompt, tokenizer: Any | None) -> list[int]:
+    if tokenizer is None:
+        raise PromptError("the server runs without a tokenizer; give token_ids.")
     if prompt.prompt is not None:
         return tokenizer(prompt.prompt).input_ids
     if tokenizer.chat_template is None:
-        raise PromptError(
-            f'{prompt.where}: the model has no chat template; give "prompt" instead of "messages"'
-        )
-    return tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+        raise PromptError("the model has no chat template; give prompt instead of messages.")
+    messages = [message.model_dump() for message in prompt.messages or ()]
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+    except Exception as error:  # templates are programs of the model's author and raise what they like
+        raise PromptError(f"the chat template refuses the messages ({error}).") from None

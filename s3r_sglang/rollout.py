@@ -9,7 +9,8 @@ from typing import IO, Any
 
 from s3r_sglang.metrics import acceptance_by_position
 from s3r_sglang.prompts import EncodedPrompt
-from s3r_sglang.sampling import request_seed
+from s3r_sglang.requests import seed_of_sample
+from s3r_sglang.server.protocol import group_seed
 
 WARM_UP_TOKENS = 16
 
@@ -26,7 +27,8 @@ class Job:
         prompts: the prompts, in the order in which they are started.
         group_size: responses per prompt.
         sampling: sampling parameters of SGLang, without a seed.
-        seed: responses are a function of it, of the prompt's place in the file and of the group index.
+        seed: responses are a function of it, of the prompt's place in the file and of the group index: the ones
+            that `/s3r/rollout` gives for the same prompts and seed. A prompt's own seed wins.
         concurrency: responses in progress at any time.
     """
 
@@ -38,7 +40,13 @@ class Job:
 
     def seed_of(self, prompt: int, sample: int) -> int:
         """Non-negative 63-bit seed of one response; independent of the group size."""
-        return request_seed(0, request_seed(0, self.seed, prompt), sample) & (2**63 - 1)
+        own = self.prompts[prompt].seed
+        return seed_of_sample(group_seed(self.seed, prompt) if own is None else own, sample)
+
+    def sampling_of(self, prompt: int, sample: int) -> dict[str, Any]:
+        """Sampling parameters of one response, seed and length limit included."""
+        limit = self.prompts[prompt].max_new_tokens or self.sampling["max_new_tokens"]
+        return {**self.sampling, "max_new_tokens": limit, "sampling_seed": self.seed_of(prompt, sample)}
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,14 @@ class Response:
 
     prompt_id: str | int
     group_index: int
+    prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     logprobs: list[float]
     finish_reason: str
     rounds: int | None
     accept_length: float | None
+    metadata: dict[str, Any] | None
 
 
 @dataclass
@@ -165,7 +175,7 @@ async def _respond(engine: Any, job: Job, prompt: int, sample: int) -> tuple[Res
     source = job.prompts[prompt]
     result = await engine.async_generate(
         input_ids=source.token_ids,
-        sampling_params={**job.sampling, "sampling_seed": job.seed_of(prompt, sample)},
+        sampling_params=job.sampling_of(prompt, sample),
         return_logprob=True,
     )
     meta = result["meta_info"]
@@ -178,11 +188,13 @@ async def _respond(engine: Any, job: Job, prompt: int, sample: int) -> tuple[Res
     response = Response(
         prompt_id=source.id,
         group_index=sample,
+        prompt_token_ids=source.token_ids,
         token_ids=[token for _, token, *_ in logprobs],
         text=result["text"],
         logprobs=[logprob for logprob, *_ in logprobs],
         finish_reason=reason["type"],
         rounds=meta.get("s3r_rounds"),
         accept_length=meta.get("s3r_accept_length"),
+        metadata=source.metadata,
     )
     return response, meta.get("spec_accept_histogram", [])

@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from s3r_sglang import models, prompts, report, rollout
-from s3r_sglang.prompts import EncodedPrompt, Prompt, PromptError
+from s3r_sglang.prompts import EncodedPrompt, PromptError
+from s3r_sglang.requests import seed_of_sample
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary
+from s3r_sglang.server.protocol import Prompt, group_seed
 
 DEMO = Path(prompts.__file__).parent / "data" / "demo_prompts.jsonl"
 
@@ -22,16 +24,18 @@ DEMO = Path(prompts.__file__).parent / "data" / "demo_prompts.jsonl"
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("{", "not valid JSON"),
-        ("[1]", "a row must be a JSON object, not list"),
-        ('{"prompt": "x"}', 'needs an "id"'),
-        ('{"id": true, "prompt": "x"}', 'needs an "id"'),
-        ('{"id": 1}', 'exactly one of "prompt", "messages", "token_ids"; has none'),
-        ('{"id": 1, "prompt": "x", "token_ids": [1]}', 'has "prompt" and "token_ids"'),
-        ('{"id": 1, "prompt": ""}', '"prompt" must be a non-empty string'),
-        ('{"id": 1, "messages": [{"role": "user"}]}', '"messages" must hold objects'),
-        ('{"id": 1, "token_ids": [1, -2]}', '"token_ids" must be a non-empty list of token ids'),
-        ('{"id": 1, "token_ids": [1, true]}', '"token_ids" must be a non-empty list of token ids'),
+        ("{", "Invalid JSON"),
+        ("[1]", "must be an object"),
+        ('{"prompt": "x"}', "id: is missing"),
+        ('{"id": true, "prompt": "x"}', "id: must be a non-empty string or an integer"),
+        ('{"id": 1}', "exactly one of prompt, messages and token_ids"),
+        ('{"id": 1, "prompt": "x", "token_ids": [1]}', "exactly one of prompt, messages and token_ids"),
+        ('{"id": 1, "prompt": ""}', "prompt: String should have at least 1 character"),
+        ('{"id": 1, "messages": [{"role": "user"}]}', r"messages\.0\.content: is missing"),
+        ('{"id": 1, "token_ids": [1, -2]}', r"token_ids\.1: must be greater than or equal to 0"),
+        ('{"id": 1, "token_ids": [1, true]}', r"token_ids\.1: must be a valid integer"),
+        ('{"id": 1, "promt": "x"}', "unknown field 'promt'; did you mean 'prompt'"),
+        ('{"id": 1, "prompt": "x", "answer": "4"}', "unknown field 'answer'; known: id, .*metadata"),
         ('{"id": 0, "prompt": "x"}', "id 0 was used before, at .*:1"),
     ],
 )
@@ -52,9 +56,9 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
 
 
 def test_the_demo_prompts_load():
-    rows = prompts.load(DEMO)
+    rows = [row.prompt for row in prompts.load(DEMO)]
     assert [row.id for row in rows] == ["bus", "garden", "paint", "average", "python-execution-model"]
-    assert len(rows[-1].messages[0]["content"]) > 12_000
+    assert len(rows[-1].messages[0].content) > 12_000
 
 
 def words(text: str) -> SimpleNamespace:
@@ -74,45 +78,78 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "fault"),
+    ("fields", "fault"),
     [
-        (Prompt("f:1", 1, token_ids=[3, 10]), "f:1: token id 10 is outside the vocabulary of 10"),
-        (Prompt("f:2", 1, token_ids=[1] * 9), "f:2: 9 prompt tokens and 8 new ones exceed the 16 positions"),
-        (
-            Prompt("f:3", 1, messages=[{"role": "user", "content": "x"}]),
-            "f:3: the model has no chat template",
-        ),
+        ({"token_ids": [3, 10]}, "f:1: token id 10 is outside the vocabulary of 10"),
+        ({"token_ids": [1] * 9}, "f:1: 9 prompt tokens and 8 new ones exceed the 16 positions"),
+        ({"token_ids": [1], "max_new_tokens": 16}, "f:1: 1 prompt tokens and 16 new ones exceed"),
+        ({"prompt": " "}, "f:1: the prompt has no tokens"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "f:1: the model has no chat template"),
     ],
 )
-def test_a_prompt_that_does_not_fit_the_model_is_refused(prompt, fault):
+def test_a_prompt_that_does_not_fit_the_model_is_refused(fields, fault):
+    row = prompts.Row("f:1", Prompt.model_validate({"id": 1, **fields}))
     with pytest.raises(PromptError, match=fault):
-        prompts.encode([prompt], Tokenizer(), context_length=16, max_new_tokens=8)
+        prompts.encode([row], Tokenizer(), context_length=16, max_new_tokens=8)
 
 
-def test_text_and_token_ids_are_encoded():
-    rows = [Prompt("f:1", "a", prompt="one three"), Prompt("f:2", "b", token_ids=[9] * 8)]
+def test_a_chat_that_the_template_refuses_is_named_by_its_line():
+    class Strict(Tokenizer):
+        chat_template = "…"
+
+        def apply_chat_template(self, messages, **_):
+            raise ValueError(f"no {messages[0]['role']}")
+
+    messages = [{"role": "tool", "content": "x"}]
+    row = prompts.Row("f:3", Prompt.model_validate({"id": 1, "messages": messages}))
+    with pytest.raises(PromptError, match=r"f:3: the chat template refuses the messages \(no tool\)"):
+        prompts.encode([row], Strict(), context_length=16, max_new_tokens=8)
+
+
+def test_text_and_token_ids_are_encoded_and_keep_what_concerns_their_responses():
+    forms = [
+        {"id": "a", "prompt": "one three", "metadata": {"answer": 4}},
+        {"id": "b", "token_ids": [9] * 8, "max_new_tokens": 2, "seed": 7},
+    ]
+    rows = [prompts.Row("f:1", Prompt.model_validate(fields)) for fields in forms]
     assert prompts.encode(rows, Tokenizer(), context_length=16, max_new_tokens=8) == [
-        EncodedPrompt("a", [3, 5]),
-        EncodedPrompt("b", [9] * 8),
+        EncodedPrompt("a", [3, 5], metadata={"answer": 4}),
+        EncodedPrompt("b", [9] * 8, max_new_tokens=2, seed=7),
     ]
 
 
 def job(group_size=3, seed=0, concurrency=256) -> Job:
-    rows = [EncodedPrompt(name, [number + 1] * 4) for number, name in enumerate("abcd")]
+    rows = [
+        EncodedPrompt(name, [number + 1] * 4, metadata={"answer": name}) for number, name in enumerate("abcd")
+    ]
     return Job(rows, group_size, {"max_new_tokens": 8, "temperature": 1.0}, seed, concurrency)
 
 
 def test_seeds_differ_everywhere_and_do_not_depend_on_the_group_size():
-    seeds = [job().seed_of(prompt, sample) for prompt in range(64) for sample in range(64)]
+    many = Job([EncodedPrompt(number, [1]) for number in range(64)], 64, {"max_new_tokens": 8})
+    seeds = [many.seed_of(prompt, sample) for prompt in range(64) for sample in range(64)]
     assert len(set(seeds)) == 64 * 64
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert job(group_size=8).seed_of(2, 1) == job(group_size=2).seed_of(2, 1)
     assert job(seed=1).seed_of(2, 1) != job(seed=0).seed_of(2, 1)
 
 
+def test_a_prompts_own_seed_and_limit_win():
+    own = Job([EncodedPrompt("a", [1]), EncodedPrompt("b", [1], 3, 99)], 2, {"max_new_tokens": 8}, seed=5)
+    assert own.sampling_of(1, 0) == {"max_new_tokens": 3, "sampling_seed": 99}
+    assert own.sampling_of(0, 0) == {"max_new_tokens": 8, "sampling_seed": own.seed_of(0, 0)}
+    assert own.seed_of(1, 1) != 99
+
+
+def test_the_seeds_are_those_of_the_service():
+    """The server seeds a group by `group_seed`, and sample i > 0 of it by `seed_of_sample`."""
+    assert job(seed=6).seed_of(2, 0) == group_seed(6, 2)
+    assert job(seed=6).seed_of(2, 3) == seed_of_sample(group_seed(6, 2), 3)
+
+
 def test_totals_follow_from_the_histogram():
     summary = Summary(seconds=4.0)
-    row = Response("a", 0, [1] * 10, "", [0.0] * 10, "length", 3, 3.0)
+    row = Response("a", 0, [1], [1] * 10, "", [0.0] * 10, "length", 3, 3.0, None)
     summary.add(row, [1, 0, 2])
     summary.add(row, [0, 0, 0, 1])
     assert (summary.responses, summary.tokens, summary.rounds) == (2, 20, 4)
@@ -124,7 +161,7 @@ def test_totals_follow_from_the_histogram():
 
 def test_totals_without_speculation_have_no_accept_length():
     summary = Summary()
-    summary.add(Response("a", 0, [1], "", [0.0], "stop", None, None), [])
+    summary.add(Response("a", 0, [1], [1], "", [0.0], "stop", None, None, None), [])
     assert summary.accept_length is None
     assert summary.tokens_per_second == 0.0
 
@@ -180,12 +217,14 @@ def test_the_rows_of_a_group_are_together_and_groups_come_as_they_finish():
     assert rows[0] == {
         "prompt_id": "b",
         "group_index": 0,
+        "prompt_token_ids": [2, 2, 2, 2],
         "token_ids": [7, 8],
         "text": str(job().seed_of(1, 0)),
         "logprobs": [-0.5, -0.25],
         "finish_reason": "stop",
         "rounds": None,
         "accept_length": None,
+        "metadata": {"answer": "b"},
     }
     assert len(seen) == summary.responses == 12
     assert engine.flushed
@@ -207,7 +246,10 @@ def test_an_incomplete_group_is_never_written():
 @pytest.mark.slow
 def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
     """Real engines: S3R and autoregressive on the same prompts; greedy, so that both give the same tokens."""
-    questions = [{"id": 7, "prompt": "The capital of France is"}, {"id": "b", "token_ids": [504, 3575, 282]}]
+    questions = [
+        {"id": 7, "prompt": "The capital of France is", "metadata": {"answer": "Paris"}},
+        {"id": "b", "token_ids": [504, 3575, 282]},
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     command = [sys.executable, "-c", "from s3r_sglang.cli import main; main()", "rollout"]
     command += ["--model", str(models.fetch("smollm2")), "--prompts", str(tmp_path / "prompts.jsonl")]
@@ -229,6 +271,9 @@ def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
         assert row["finish_reason"] == "length"
         assert row["rounds"] >= 2
         assert 1 <= row["accept_length"] <= 7
+        asked = questions[0 if row["prompt_id"] == 7 else 1]
+        assert row["metadata"] == asked.get("metadata")
+        assert asked.get("token_ids") in (None, row["prompt_token_ids"])
     assert " Paris" in rows[[row["prompt_id"] for row in rows].index(7)]["text"]
     for words_of_the_summary in ("autoregressive", "ratio", "Acceptance by draft position", "7 [0]:"):
         assert words_of_the_summary in done.stdout

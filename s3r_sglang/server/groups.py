@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from s3r_sglang import prompts
 from s3r_sglang.metrics import acceptance_by_position
 from s3r_sglang.server.protocol import Group, GroupError, Prompt, Response, RolloutRequest, group_seed
 
@@ -32,7 +33,7 @@ class Plan:
     """A group that is ready to be sampled."""
 
     index: int
-    prompt_id: str | int
+    prompt: Prompt
     token_ids: list[int]
     size: int
     sampling: dict[str, Any]
@@ -49,9 +50,10 @@ def plan(request: RolloutRequest, tokenizer: Any, limits: Limits) -> list[Plan]:
 
 def _plan(request: RolloutRequest, index: int, prompt: Prompt, tokenizer: Any, limits: Limits) -> Plan:
     where = f"prompts.{index}"
-    token_ids = _token_ids(where, prompt, tokenizer)
-    if not token_ids:
-        raise BadRequestError(f"{where}: the prompt has no tokens.")
+    try:
+        token_ids = prompts.token_ids(prompt, tokenizer)
+    except prompts.PromptError as error:
+        raise BadRequestError(f"{where}: {error}") from None
     if max(token_ids) >= limits.vocab:
         raise BadRequestError(
             f"{where}: token id {max(token_ids)} is outside the model's vocabulary of {limits.vocab}."
@@ -64,24 +66,7 @@ def _plan(request: RolloutRequest, index: int, prompt: Prompt, tokenizer: Any, l
         )
     sampling = request.sampling.model_dump() | {"max_new_tokens": new, "n": request.group_size}
     sampling["sampling_seed"] = _seed(request, index, prompt)
-    return Plan(index, prompt.id, token_ids, request.group_size, sampling)
-
-
-def _token_ids(where: str, prompt: Prompt, tokenizer: Any) -> list[int]:
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    if tokenizer is None:
-        raise BadRequestError(f"{where}: the server runs without a tokenizer; give token_ids.")
-    if prompt.prompt is not None:
-        return tokenizer(prompt.prompt).input_ids
-    if tokenizer.chat_template is None:
-        raise BadRequestError(f"{where}: the model has no chat template; give prompt instead of messages.")
-    messages = [message.model_dump() for message in prompt.messages or ()]
-    try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return encoded["input_ids"]
-    except Exception as error:  # templates are programs of the model's author and raise what they like
-        raise BadRequestError(f"{where}: the chat template refuses the messages ({error}).") from None
+    return Plan(index, prompt, token_ids, request.group_size, sampling)
 
 
 def _seed(request: RolloutRequest, index: int, prompt: Prompt) -> int | None:
@@ -111,7 +96,7 @@ async def sample(manager: Any, group: Plan, rid: str, updates: int, draft_length
         outputs = await manager.generate_request(request).__anext__()
     except Exception as error:  # SGLang reports refusals and aborts by exceptions of many types
         return GroupError(
-            prompt_id=group.prompt_id,
+            prompt_id=group.prompt.id,
             prompt_index=group.index,
             message=getattr(error, "detail", None) or str(error) or type(error).__name__,
         )
@@ -120,12 +105,14 @@ async def sample(manager: Any, group: Plan, rid: str, updates: int, draft_length
     for reason in reasons:
         if reason["type"] not in ("stop", "length"):
             message = reason.get("message") or reason["type"]
-            return GroupError(prompt_id=group.prompt_id, prompt_index=group.index, message=message)
+            return GroupError(prompt_id=group.prompt.id, prompt_index=group.index, message=message)
     histogram = _sum(output["meta_info"].get("spec_accept_histogram", []) for output in outputs)
     return Group(
-        prompt_id=group.prompt_id,
+        prompt_id=group.prompt.id,
         prompt_index=group.index,
         prompt_tokens=len(group.token_ids),
+        prompt_token_ids=group.token_ids,
+        metadata=group.prompt.metadata,
         responses=[_response(index, output) for index, output in enumerate(outputs)],
         weight_version=version,
         weight_updates=updates,

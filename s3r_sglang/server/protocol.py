@@ -3,7 +3,7 @@
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from s3r_sglang.sampling import request_seed
 
@@ -13,6 +13,25 @@ MAX_GROUP_SIZE = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+def _check_id(value: Any) -> Any:
+    """One fault for both types that an id may have; pydantic would report one for each."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError("must be a non-empty string or an integer")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+PromptId = Annotated[str | int, BeforeValidator(_check_id, json_schema_input_type=NonEmpty | int)]
+Stop = Annotated[
+    list[NonEmpty],
+    BeforeValidator(_as_list, json_schema_input_type=NonEmpty | list[NonEmpty]),
+    Field(max_length=64),
+]
 
 
 class Strict(BaseModel):
@@ -38,14 +57,16 @@ class Prompt(Strict):
         token_ids: token ids, used as they are.
         max_new_tokens: length limit of this prompt's responses instead of the request's.
         seed: seed of this group; without it, it follows from the request's seed and the prompt's position.
+        metadata: anything of the trainer's (a reference answer, say), returned with the group as it is.
     """
 
-    id: NonEmpty | int
+    id: PromptId
     prompt: NonEmpty | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     max_new_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
+    metadata: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> "Prompt":
@@ -56,14 +77,18 @@ class Prompt(Strict):
 
 
 class Sampling(Strict):
-    """Sampling parameters, with SGLang's meaning; the reported logprobs are those before top-k, top-p, min-p."""
+    """Sampling parameters, with SGLang's meaning; the reported logprobs are those before top-k, top-p, min-p.
+
+    Attributes:
+        stop: a string, or a list of strings; a response ends with the first one that appears in its text.
+    """
 
     max_new_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    stop: list[NonEmpty] = Field(default=[], max_length=64)
+    stop: Stop = []
     stop_token_ids: list[TokenId] = Field(default=[], max_length=1024)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -128,6 +153,9 @@ class Group(BaseModel):
 
     Attributes:
         prompt_index: place of the prompt in the request.
+        prompt_tokens: length of `prompt_token_ids`.
+        prompt_token_ids: what the responses were sampled after; a chat as the server's template rendered it.
+        metadata: the prompt's.
         weight_version: the label of the weights that all tokens were sampled from.
         weight_updates: number of weight updates that the server had taken by then; differs if and only if
             the weights may, also for trainers that set no label.
@@ -139,6 +167,8 @@ class Group(BaseModel):
     prompt_id: str | int
     prompt_index: int
     prompt_tokens: int
+    prompt_token_ids: list[int]
+    metadata: dict[str, Any] | None
     responses: list[Response]
     weight_version: str
     weight_updates: int
@@ -165,11 +195,3 @@ class RolloutResponse(BaseModel):
 def group_seed(seed: int, index: int) -> int:
     """Seed of the group of prompt `index` of a rollout with `seed`; the client and the server derive the same."""
     return request_seed(0, seed, index) & (2**63 - 1)
-
-
-def sentence(error: ValidationError) -> str:
-    """The first fault of a request as one sentence that says where it is."""
-    fault: Any = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in fault["loc"])
-    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{place}: {text}." if place else f"{text}."

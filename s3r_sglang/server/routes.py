@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from starlette.middleware import Middleware
 
 from s3r_sglang.config import config_of
+from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
 from s3r_sglang.server.gate import Gate, Refused, gate_of
 from s3r_sglang.server.jobs import Job
@@ -21,7 +22,6 @@ from s3r_sglang.server.protocol import (
     RolloutRequest,
     RolloutResponse,
     Strict,
-    sentence,
 )
 from s3r_sglang.server.stats import Stats
 
@@ -70,7 +70,7 @@ class Service:
             job = Job(self.manager, plans, self.stats, self.config.draft_length)
             await _unless_disconnected(request, job.start())
         except ValidationError as fault:
-            return error(400, sentence(fault))
+            return error(400, sentence(fault, RolloutRequest))
         except groups.BadRequestError as fault:
             return error(400, str(fault))
         except Refused as refusal:
@@ -140,7 +140,7 @@ class Service:
                 self.manager.record_config_updates("s3r.commit", weight_version=body.weight_version)
             await self.gate.close_session(body.session)
         except ValidationError as fault:
-            return error(400, sentence(fault))
+            return error(400, sentence(fault, Commit))
         except Refused as refusal:
             return error(refusal.status_code, refusal.detail)
         return JSONResponse({"weight_version": self.manager.config_value("weight_version")})

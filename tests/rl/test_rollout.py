@@ -48,12 +48,14 @@ def test_a_seed_reproduces_a_response_whatever_the_group_size_and_the_batch(serv
 
 def test_the_three_forms_of_a_prompt_are_the_same_prompt(server):
     forms = [
-        {"id": 1, "token_ids": [2, 9, 3], "seed": 1},
+        {"id": 1, "token_ids": [2, 9, 3], "seed": 1, "metadata": {"answer": [1, "a"]}},
         {"id": 2, "prompt": "t2 t9 t3", "seed": 1},
         {"id": 3, "messages": [{"role": "user", "content": "t9"}], "seed": 1},
     ]
     result = groups(server, prompts=forms)
     assert [group["prompt_tokens"] for group in result] == [3, 3, 3]
+    assert [group["prompt_token_ids"] for group in result] == [[2, 9, 3]] * 3
+    assert [group["metadata"] for group in result] == [{"answer": [1, "a"]}, None, None]
     first, *others = ([r["token_ids"] for r in group["responses"]] for group in result)
     assert others == [first, first]
 
@@ -72,6 +74,17 @@ def test_limits_of_a_prompt_and_stop_tokens(server):
     end = stopped[1]["responses"][0]
     assert (end["finish_reason"], end["truncated"], end["token_ids"][-1]) == ("stop", False, stop)
     assert len(end["token_ids"]) == len(end["logprobs"]) <= 3
+
+
+def test_a_stop_string_may_stand_alone(server):
+    free = groups(server, prompts=[prompt(0)], seed=1, group_size=1)[0]["responses"][0]
+    third = free["text"].split()[2]
+    for stop in (third, [third]):
+        sampling = {"max_new_tokens": 24, "stop": stop}
+        end = groups(server, prompts=[prompt(0)], seed=1, group_size=1, sampling=sampling)[0]["responses"][0]
+        assert (end["finish_reason"], end["truncated"]) == ("stop", False)
+        assert end["token_ids"] == free["token_ids"][: len(end["token_ids"])]
+        assert len(end["token_ids"]) <= 3
 
 
 def test_streamed_groups_come_one_by_one(server):
@@ -119,8 +132,18 @@ MALFORMED = {
     "group of text": ({"group_size": "8"}, "group_size: must be a valid integer"),
     "group of true": ({"group_size": True}, "group_size: must be a valid integer"),
     "group too large": ({"group_size": 100_000}, "group_size: must be less than or equal to 1024"),
-    "unknown field": ({"groupsize": 8}, "groupsize: Extra inputs are not permitted"),
-    "unknown sampling": ({"sampling": {"frequency_penalty": 1.0}}, "sampling.frequency_penalty: Extra"),
+    "unknown field": ({"groupsize": 8}, "unknown field 'groupsize'; did you mean 'group_size'?"),
+    "unknown sampling": ({"sampling": {"beam_width": 2}}, "sampling: unknown field 'beam_width'; known: "),
+    "misspelt sampling": (
+        {"sampling": {"temprature": 1.0}},
+        "sampling: unknown field 'temprature'; did you mean",
+    ),
+    "stop of a wrong type": ({"sampling": {"stop": 3}}, "sampling.stop"),
+    "empty stop": ({"sampling": {"stop": ""}}, "sampling.stop.0"),
+    "metadata as text": (
+        {"prompts": [{"id": 1, "prompt": "t2", "metadata": "a"}]},
+        "prompts.0.metadata: must be an object",
+    ),
     "temperature below 0": ({"sampling": {"temperature": -1.0}}, "sampling.temperature"),
     "top_p above 1": ({"sampling": {"top_p": 1.5}}, "sampling.top_p"),
     "top_k 0": ({"sampling": {"top_k": 0}}, "top_k must be -1 (off) or at least 1"),
@@ -149,7 +172,7 @@ def test_malformed_requests_get_a_sentence_and_no_group_is_sampled(server, case)
     assert response.status_code == (413 if case == "huge" else 400), response.text
     message = response.json()["error"]["message"]
     assert sentence in message
-    assert message.endswith(".")
+    assert message.endswith((".", "?"))
     assert "\n" not in message
     assert len(message) < 300
     assert counts(server) == before

@@ -5,6 +5,7 @@ asked for, so both processes check with `assert_installed` before they serve.
 """
 
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -111,6 +112,10 @@ def register() -> None:
     server_args.add_fields()
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+    if "S3R_BENCH_PROBE" in os.environ:
+        from s3r_sglang.bench import probe
+
+        probe.register_hooks()
     register_algorithm()
 
 

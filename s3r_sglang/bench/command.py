@@ -1,4 +1,4 @@
-"""The options of `s3r bench`. Heavy imports happen inside, so that `s3r --help` answers at once."""
+"""The options of the benchmarks. Heavy imports happen inside, so that `s3r --help` answers at once."""
 
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +69,79 @@ def bench(
         dtype=dtype,
         out=out,
         profile=profile,
+    )
+    backend_argv = ["--attention-backend", backend] if backend else []
+    try:
+        execute.execute(options, [*ctx.args, *backend_argv], cli.console)
+    except execute.FAULTS as error:
+        raise cli.fail(str(error)) from None
+
+
+def bench_kv(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="Hugging Face folder; with dummy weights also qwen3-8b or qwen3-1.7b.")
+    ],
+    load_format: Annotated[
+        str, typer.Option(help="dummy: random weights, only config.json is read.")
+    ] = "auto",
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="Which of ar, recompute, offload-low, offload-mid, offload, aimd to run now, or all."
+        ),
+    ] = "all",
+    requests: Annotated[int, typer.Option(min=1, help="Responses in all, sent at once.")] = 512,
+    group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Most requests in progress; low and mid get 1/2, 5/8.")
+    ] = 256,
+    prompt_length: Annotated[int, typer.Option(min=8, help="Tokens of a prompt.")] = 128,
+    max_length: Annotated[
+        int, typer.Option(min=8, help="Longest response; the KV pool shrinks with it, and so does the time.")
+    ] = 16384,
+    pressure: Annotated[
+        float, typer.Option(min=0.1, help="Peak demand for KV over the size of the KV pool.")
+    ] = 1.75,
+    imposed_acceptance: Annotated[
+        str | None,
+        typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
+    backend: Annotated[
+        str | None, typer.Option(help="Attention backend of all engines; SGLang's choice without it.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.json, report.md, report.png; rows there are kept.")
+    ] = None,
+) -> None:
+    """Roll out more than the KV pool holds, with every way of scheduling KV (the paper's Table 2).
+
+    One engine after the other, same pool, prompts and lengths. Further arguments go to SGLang, those for
+    speculation to the S3R engines only.
+    """
+    from s3r_sglang import cli
+
+    cli.quiet()
+    from s3r_sglang.bench.kv import execute
+
+    options = execute.Options(
+        model=model,
+        load_format=load_format,
+        variants=variants,
+        requests=requests,
+        group_size=group_size,
+        slots=slots,
+        prompt_length=prompt_length,
+        max_length=max_length,
+        pressure=pressure,
+        imposed_acceptance=imposed_acceptance,
+        seed=seed,
+        dtype=dtype,
+        out=out,
     )
     backend_argv = ["--attention-backend", backend] if backend else []
     try:

@@ -44,6 +44,28 @@ TABLES_6_AND_7 = (
 # Section F.2.3: median speed-up over autoregressive decoding at s = 0.05, by (B, S) of the start.
 SPEEDUPS = {"qwen3-8b": {(64, 8 * _K): 1.370}, "qwen3-1.7b": {(64, 8 * _K): 1.533}}
 
+# Table 2 and section 6.5, Qwen3-1.7B, by the keys of `s3r bench-kv`. The text gives these relations and nothing
+# more: ratios of throughputs, and pages moved per 1,000 tokens (the size of a page is not given).
+KV_RELATIONS = {
+    "offload / recompute": ("offload", "recompute"),
+    "aimd / offload": ("aimd", "offload"),
+    "aimd / ar": ("aimd", "ar"),
+}
+KV_FINDINGS = {
+    "offload / recompute": 1.020,
+    "aimd / offload": 1.058,
+    "aimd / ar": 1.595,
+    "pages of offload / pages of aimd": 18.0 / 1.3,
+}
+KV_PAGES_PER_1000_TOKENS = {"offload": 18.0, "aimd": 1.3}
+# What follows for the rows: gain over autoregressive decoding.
+KV_GAINS = {
+    "ar": 1.0,
+    "recompute": 1.595 / 1.058 / 1.020,
+    "offload": 1.595 / 1.058,
+    "aimd": 1.595,
+}
+
 
 def stages_of(model: str | None, batch_size: int, context: int) -> PaperStages | None:
     """The paper's row for a setting, or None where it has none."""

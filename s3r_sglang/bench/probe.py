@@ -1,7 +1,7 @@
-"""What `s3r bench` has the worker do inside SGLang's scheduler process: time the stages, impose acceptance.
+"""What `s3r bench` has SGLang's scheduler process do: time the stages, impose acceptance, end responses.
 
-The worker imports this module only if the environment variable `S3R_BENCH_PROBE` is set. Nothing here waits
-for the device: under overlap scheduling a synchronisation in the round would be part of what is measured.
+Plugin and worker import this module only if the environment variable `S3R_BENCH_PROBE` is set. Nothing here
+waits for the device: under overlap scheduling a synchronisation in the round would be part of what is measured.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PROBE_ENV = "S3R_BENCH_PROBE"
 # Beyond the streams of the sampler (s3r_sglang.kernels.reference.philox.Stream), whose noise has been spent.
 IMPOSED_STREAM = 1 << 16
+PLANNED = "planned-"
 
 
 class ProbeConfig(BaseModel):
@@ -43,6 +44,9 @@ class ProbeConfig(BaseModel):
     imposed_from: int = Field(
         default=0, ge=0, description="Rounds that start at a shorter length are left alone."
     )
+    planned_ends: bool = Field(
+        default=False, description="End a response at the length in its request id, see `planned_rid`."
+    )
 
     @field_validator("imposed_acceptance")
     @classmethod
@@ -52,6 +56,35 @@ class ProbeConfig(BaseModel):
             if not profile or any(later > earlier for earlier, later in itertools.pairwise(chain)):
                 raise ValueError("imposed_acceptance must fall from at most 1 to at least 0 by position")
         return profile
+
+
+def planned_rid(index: int, length: int) -> str:
+    """Id of a request that a process with `planned_ends` ends after `length` tokens."""
+    return f"{PLANNED}{length}-{index}"
+
+
+def end_as_planned(_: None, req: Any, new_accepted_len: int = 1) -> None:
+    """After `Req.update_finish_state`: the response is over at its planned length.
+
+    With dummy weights no end token comes, and `max_new_tokens` would tell the scheduler in advance what no
+    scheduler of a rollout knows: how long each response will be.
+    """
+    if req.finished() or not req.rid.startswith(PLANNED):
+        return
+    length = int(req.rid.removeprefix(PLANNED).split("-")[0])
+    if len(req.output_ids) >= length:
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+        req.finished_reason, req.finished_len = FINISH_LENGTH(length=length), length
+
+
+def register_hooks() -> None:
+    """Hook what `S3R_BENCH_PROBE` asks for into SGLang, with S3R or without."""
+    if ProbeConfig.model_validate_json(os.environ[PROBE_ENV]).planned_ends:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+        HookRegistry.register(target, end_as_planned, HookType.AFTER)
 
 
 class Probe:

@@ -19,12 +19,17 @@ VERSIONS = ("s3r-sglang", "sglang", "torch", "triton", "transformers", "sgl-kern
 def collect() -> dict[str, Any]:
     """Time, command line, commit, machine and versions, under the names that reports have for them."""
     return {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "command": shlex.join(["s3r", *sys.argv[1:]]),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "machine": _machine(),
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _machine() -> dict[str, Any]:
@@ -43,7 +48,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
     """Commit of the checkout that this package runs from, marked if it has changes.
 
     A copy without `.git` is named by the environment variable S3R_COMMIT.

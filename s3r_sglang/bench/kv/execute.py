@@ -1,0 +1,147 @@
+"""`s3r bench-kv`: from the options to a job, from variant to variant, and to a report and files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from s3r_sglang.bench import execute as bench
+from s3r_sglang.bench import paper, provenance, traffic
+from s3r_sglang.bench.kv import render, run
+from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun
+from s3r_sglang.bench.kv.workload import Workload, peak_demand
+from s3r_sglang.bench.load import LoadError
+
+FAULTS = (*bench.FAULTS, run.AnswerError)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's own options; what they mean is in `s3r bench-kv --help`."""
+
+    model: str
+    load_format: str
+    variants: str
+    requests: int
+    group_size: int
+    slots: int
+    prompt_length: int
+    max_length: int
+    pressure: float
+    imposed_acceptance: str | None
+    seed: int
+    dtype: str | None
+    out: Path | None
+
+
+def execute(options: Options, engine_argv: list[str], console: Console) -> KvReport:
+    """Run the command; raises one of `FAULTS` with a message for the user.
+
+    The report is written after every variant, and takes over the rows that the output folder already has for
+    the same job: an ablation may be run in pieces.
+    """
+    keys = parse_variants(options.variants)
+    with bench.model_folder(options.model, options.load_format) as folder:
+        job, workload = _job(options, folder, engine_argv)
+        runs = _earlier_runs(options.out, job)
+        report = KvReport(**provenance.collect(), job=job, runs=runs)
+        console.print(render.workload_line(report), highlight=False)
+        for key in keys:
+            with console.status(VARIANTS[key].title(job.slots)) as status:
+                found = run.run_variant(job, key, folder, workload, status.update)
+            console.print(
+                f"{found.title}: {found.tokens_per_second:.0f} tok/s, {found.seconds:.1f} s", highlight=False
+            )
+            report = report.model_copy(update={"runs": report.runs | {key: found}})
+            if options.out is not None:
+                _write(report, options.out)
+    _show(report, options.out, console)
+    if report.faults:
+        raise bench.IncorrectError("; ".join(report.faults))
+    return report
+
+
+def parse_variants(text: str) -> list[str]:
+    """Keys of VARIANTS from "ar,aimd" or "all"; raises LoadError."""
+    if text == "all":
+        return list(VARIANTS)
+    keys = [word.strip() for word in text.split(",")]
+    for key in keys:
+        if key not in VARIANTS:
+            raise LoadError(f"{key!r} is none of {', '.join(VARIANTS)}")
+    return keys
+
+
+def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob, Workload]:
+    config = paper.read_config(folder)
+    shape = traffic.ModelShape.read(folder, options.dtype)
+    workload = Workload.make(
+        requests=options.requests,
+        group_size=options.group_size,
+        prompt_length=options.prompt_length,
+        longest=options.max_length,
+        vocab_size=shape.vocab_size,
+        seed=options.seed,
+    )
+    positions = config.get("max_position_embeddings", workload.context)
+    if workload.context > positions:
+        raise LoadError(
+            f"prompts of {options.prompt_length} and responses of {options.max_length} tokens do not fit the "
+            f"model's {positions} positions: lower --max-length"
+        )
+    job = KvJob(
+        model=shape.name,
+        load_format=options.load_format,
+        dtype=options.dtype,
+        engine_argv=tuple(bench.with_memory(engine_argv)),
+        imposed_acceptance=bench.parse_profile(options.imposed_acceptance),
+        requests=options.requests,
+        group_size=options.group_size,
+        slots=options.slots,
+        prompt_length=options.prompt_length,
+        longest=options.max_length,
+        pressure=options.pressure,
+        seed=options.seed,
+        pool_tokens=workload.pool(options.slots, options.pressure),
+        peak_demand=peak_demand([options.prompt_length] * options.requests, workload.lengths, options.slots),
+        tokens=workload.tokens,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+    )
+    return job, workload
+
+
+def _earlier_runs(out: Path | None, job: KvJob) -> dict[str, KvRun]:
+    """Rows of the report in `out`; raises LoadError if they are of another job."""
+    if out is None or not (out / "report.json").exists():
+        return {}
+    try:
+        report = KvReport.model_validate_json((out / "report.json").read_text(encoding="utf-8"))
+    except ValidationError:
+        raise LoadError(f"{out}/report.json is not of s3r bench-kv: choose another --out") from None
+    if report.job != job:
+        ours, theirs = job.model_dump(), report.job.model_dump()
+        names = ", ".join(name for name in ours if ours[name] != theirs[name])
+        raise LoadError(f"{out}/report.json is of another job ({names} differ): choose another --out")
+    return report.runs
+
+
+def _show(report: KvReport, out: Path | None, console: Console) -> None:
+    for table in render.tables(report):
+        console.print(table)
+    for name, here, in_paper in render.findings(report):
+        console.print(f"{name}: {here} (paper {in_paper})", highlight=False)
+    console.print(render.check_line(report), highlight=False)
+    if out is not None:
+        console.print(f"wrote {out}/report.json and report.md", highlight=False)
+
+
+def _write(report: KvReport, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    picture: str | None = "report.png"
+    try:
+        render.plot(report, folder / "report.png")
+    except ImportError:
+        picture = None
+    (folder / "report.md").write_text(render.markdown(report, picture), encoding="utf-8")

@@ -1,0 +1,195 @@
+"""A `KvReport` for people: one table like the paper's Table 2 with its figures beside, and a plot over time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from s3r_sglang.bench import paper
+from s3r_sglang.bench.kv.records import KvReport, KvRun, KvTotals
+
+Cell = Callable[[KvRun], str]
+PLOTTED = ("offload", "aimd")
+
+
+def _throughput_columns(report: KvReport) -> dict[str, Cell]:
+    def gain(row: KvRun) -> str:
+        ratio = report.ratio(row.variant, "ar")
+        return "" if ratio is None else f"{ratio - 1:+.1%}"
+
+    def paper_gain(row: KvRun) -> str:
+        value = paper.KV_GAINS.get(row.variant)
+        return "" if value is None else f"{value - 1:+.1%}"
+
+    return {
+        "": lambda row: row.title,
+        "tok/s": lambda row: f"{row.tokens_per_second:.0f}",
+        "over AR": gain,
+        "paper": paper_gain,
+        "seconds": lambda row: f"{row.seconds:.1f}",
+        "τ": lambda row: "" if row.tau is None else f"{row.tau:.2f}",
+        "retractions": lambda row: str(row.retractions),
+    }
+
+
+def _kv_columns(report: KvReport) -> dict[str, Cell]:
+    def kv(cell: Callable[[KvTotals], str]) -> Cell:
+        return lambda row: "" if row.kv is None else cell(row.kv)
+
+    def paper_pages(row: KvRun) -> str:
+        value = paper.KV_PAGES_PER_1000_TOKENS.get(row.variant)
+        return "" if value is None else f"{value:.1f}"
+
+    def pages(row: KvRun) -> str:
+        return "" if row.pages_per_1000_tokens is None else f"{row.pages_per_1000_tokens:.1f}"
+
+    def host_gb(kv: KvTotals) -> str:
+        return f"{kv.host_pages_peak * report.job.kv_bytes_per_token / 1e9:.2f} GB"
+
+    return {
+        "": lambda row: row.title,
+        "pages / 1K tokens": pages,
+        "paper": paper_pages,
+        "out": kv(lambda kv: str(kv.pages_out)),
+        "in": kv(lambda kv: str(kv.pages_in)),
+        "episodes": kv(lambda kv: str(kv.pauses)),
+        "again": kv(lambda kv: str(kv.repauses)),
+        "host peak": kv(host_gb),
+        "restore": kv(lambda kv: f"{kv.restore_ms:.1f} ms" if kv.restores else ""),
+        "fallbacks": kv(lambda kv: str(kv.recomputed)),
+    }
+
+
+def _sections(report: KvReport) -> dict[str, dict[str, Cell]]:
+    return {"Generation throughput": _throughput_columns(report), "KV traffic": _kv_columns(report)}
+
+
+def findings(report: KvReport) -> list[tuple[str, str, str]]:
+    """(relation, here, in the paper) for each that section 6.5 states and that both its rows were run for."""
+    return [
+        (name, f"{value:.3f}", f"{paper.KV_FINDINGS[name]:.3f}")
+        for name, value in report.findings.items()
+        if value is not None
+    ]
+
+
+def check_line(report: KvReport) -> str:
+    """One sentence on what every run was checked for."""
+    line = (
+        f"In every run each of the {report.job.requests} requests was answered once, with exactly its length, "
+        "and nothing was left in host memory."
+    )
+    errors = [f"{row.title} {row.logprob_error:.1e}" for row in report.rows if row.logprob_error is not None]
+    if errors:
+        line += " Mean logprob error against a dense prefill: " + ", ".join(errors) + "."
+    for fault in report.faults:
+        line += f" FAILED: {fault}."
+    return line
+
+
+def tables(report: KvReport) -> list[Table]:
+    """For the terminal."""
+    found = []
+    for title, columns in _sections(report).items():
+        table = Table(title=f"{title}: {report.title}")
+        for name in columns:
+            table.add_column(name, justify="right")
+        for row in report.rows:
+            table.add_row(*(cell(row) for cell in columns.values()))
+        found.append(table)
+    return found
+
+
+def workload_line(report: KvReport) -> str:
+    """What was run."""
+    job = report.job
+    pool_gb = job.pool_tokens * job.kv_bytes_per_token / 1e9
+    return (
+        f"{job.requests} responses in groups of {job.group_size}, {job.tokens} tokens in all, log-normal lengths "
+        f"up to {job.longest} (hidden from the scheduler), prompts of {job.prompt_length}; {job.slots} slots; KV "
+        f"pool of {job.pool_tokens} tokens ({pool_gb:.1f} GB), peak demand "
+        f"{job.peak_demand / job.pool_tokens:.2f} times as much"
+    )
+
+
+def markdown(report: KvReport, plot: str | None) -> str:
+    """A page for docs/results; `plot` is the file name of a picture next to it."""
+    lines = [f"# s3r bench-kv: {report.title}", ""]
+    if report.job.imposed_acceptance:
+        profile = ", ".join(f"{share:.3f}" for share in report.job.imposed_acceptance)
+        lines += [
+            f"**Imposed acceptance**: drafts are accepted by position with probability {profile}, whatever the "
+            "model says. All stages run; the responses are not samples of the policy.",
+            "",
+        ]
+    commits = sorted({row.git_commit for row in report.rows})
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines += [
+        f"- {report.created}, commit {', '.join(commits)}",
+        f"- `{report.command}`",
+        f"- {report.machine['count']} x {report.machine['device']}; {versions}",
+        f"- {workload_line(report)}",
+        f"- {check_line(report)}",
+        "",
+    ]
+    for title, columns in _sections(report).items():
+        lines += [f"## {title}", "", _row(list(columns)), _row(["---"] * len(columns))]
+        lines += [_row([cell(row) for cell in columns.values()]) for row in report.rows]
+        lines.append("")
+    lines += ["## Relations of the paper's section 6.5", "", _row(["", "here", "paper"]), _row(["---"] * 3)]
+    lines += [_row(list(finding)) for finding in findings(report)]
+    lines += [
+        "",
+        "Throughput: all response tokens over the time from the first request sent to the last response received, "
+        "its tail included. Episodes: requests paused and copied to host memory; again: the same request not for "
+        "the first time; fallbacks: requests that had to be recomputed all the same. A page is the KV of one "
+        "token here; the paper (arXiv 2610.13202, Table 2: Qwen3-1.7B, ten RL steps, up to 16K tokens) does not "
+        "say what its pages hold, so the ratio of two rows is what compares. Its AR row is another engine (vLLM).",
+    ]
+    if plot:
+        lines += ["", f"![Concurrency limit, utilisation and backlog over time]({plot})"]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(report: KvReport, path: Path) -> None:
+    """C, active and paused requests above utilisation, over the time of a rollout.
+
+    Raises:
+        ImportError: matplotlib is not installed (the `bench` extra).
+    """
+    from matplotlib.figure import Figure
+
+    runs = [report.runs[key] for key in PLOTTED if key in report.runs and report.runs[key].samples]
+    figure = Figure(figsize=(2 + 5 * max(1, len(runs)), 6), layout="constrained")
+    figure.suptitle(report.title)
+    axes = figure.subplots(2, max(1, len(runs)), sharex="col", sharey="row", squeeze=False)
+    for (above, below), run in zip(axes.T, runs, strict=False):
+        _plot_requests(above, run)
+        _plot_utilization(below, run)
+    figure.savefig(path, dpi=120)
+
+
+def _plot_requests(axes: Any, run: KvRun) -> None:
+    times = [sample.seconds for sample in run.samples]
+    for name, label, style in (
+        ("limit", "limit C", {"color": "black", "linestyle": "--", "drawstyle": "steps-post"}),
+        ("active", "active", {"color": "tab:blue"}),
+        ("waiting", "waiting", {"color": "lightgray"}),
+        ("paused", "paused (backlog O)", {"color": "tab:red"}),
+    ):
+        axes.plot(times, [getattr(sample, name) for sample in run.samples], label=label, **style)
+    axes.set(title=f"{run.title}: {run.tokens_per_second:.0f} tok/s", ylabel="requests")
+    axes.legend(fontsize="small")
+
+
+def _plot_utilization(axes: Any, run: KvRun) -> None:
+    axes.plot([s.seconds for s in run.samples], [s.utilization for s in run.samples], color="tab:green")
+    for name in ("aimd_low_utilization", "aimd_high_utilization"):
+        if run.kv is not None and name in run.s3r_config:
+            axes.axhline(run.s3r_config[name], color="gray", linewidth=0.8, linestyle=":")
+    axes.set(ylim=(0, 1.05), xlabel="seconds", ylabel="share of the KV pool in use")

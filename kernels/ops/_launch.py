@@ -31,6 +31,27 @@ def num_splits(device: torch.device, pairs: int, programs_per_sm: int, max_split
     return 1 << (splits.bit_length() - 1) if pairs <= MAX_SPLIT_PAIRS else 1
 
 
+def even_splits(device: torch.device, pairs: int, programs_per_sm: int, max_splits: int) -> int:
+    """Splits of each pair with which the programs come in whole waves of `programs_per_sm` per SM.
+
+    For kernels whose programs are long, and of which an SM holds only that many: a last wave that is half
+    empty costs more than the merging of splits. The fewest splits, a power of two, whose waves are 90% full.
+    """
+    slots = programs_per_sm * num_multiprocessors(device)
+    choices = [1 << i for i in range(max(1, max_splits).bit_length())]
+    share = {splits: pairs * splits / (triton.cdiv(pairs * splits, slots) * slots) for splits in choices}
+    return next((splits for splits in choices if share[splits] >= 0.9), max(choices, key=share.__getitem__))
+
+
+@functools.lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; plenty under the interpreter."""
+    if device.type != "cuda":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """Input precision of tl.dot: float32 inputs as three TF32 products, which keep about 21 bits.
 

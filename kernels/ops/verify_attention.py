@@ -10,6 +10,8 @@ from s3r_sglang.kernels.ops import _checks, _launch
 LOG2_E = math.log2(math.e)
 OP = "verify_attention"
 MAX_ROWS = 128  # query rows of a KV head: they stay on chip as one tile
+# By how many powers of two a weight may exceed 1 before sums are rescaled; float16 holds 2**16.
+MAX_AHEAD = tl.constexpr(8.0)
 
 
 def verify_attention(
@@ -94,7 +96,7 @@ def verify_attention(
 
 def _launch_kernels(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, lse_estimate, num_candidates,
-    scores, out, block_n=None, num_splits=None, num_warps=None, num_stages=3,
+    scores, out, block_n=None, num_splits=None, num_warps=None, num_stages=None,
 ):  # fmt: skip
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, queries, num_heads, head_dim = q.shape
@@ -102,15 +104,18 @@ def _launch_kernels(
     group = num_heads // num_kv_heads
     if q.numel() == 0:
         return
+    block_m, block_d = _launch.block_of(queries * group), _launch.block_of(head_dim)
     if block_n is None:
         block_n = 128 // q.element_size()  # float32 tiles of 64 positions would spill
+    if num_warps is None:
+        num_warps = 4 if block_m <= 32 else 8  # else the accumulator alone takes 128 registers a thread
+    if num_stages is None:
+        num_stages = _num_stages(q, block_m, block_n, block_d)
     if num_splits is None:
         max_splits = min(64, triton.cdiv(req_to_token.shape[1], block_n))
         pairs = batch_size * num_kv_heads
-        num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=8, max_splits=max_splits)
-    block_m, block_d = _launch.block_of(queries * group), _launch.block_of(head_dim)
-    if num_warps is None:
-        num_warps = 4 if block_m <= 64 else 8  # else the accumulator alone takes 128 registers a thread
+        programs_per_sm = 2 if block_m <= 32 else 1  # what registers and shared memory allow on Hopper
+        num_splits = _launch.even_splits(q.device, pairs, programs_per_sm, max_splits)
     partial_out = partial_lse = None
     if num_splits > 1:
         shape = (batch_size, queries, num_heads, num_splits)
@@ -139,6 +144,22 @@ def _launch_kernels(
         )  # fmt: skip
 
 
+def _num_stages(q: torch.Tensor, block_m: int, block_n: int, block_d: int) -> int:
+    """Tiles of K and V in flight: three, or two where shared memory is short (compute capability 8.6, 8.9)."""
+    tile = 2 * block_n * block_d * q.element_size()
+    # The queries and one tile of weights; float32 ones are held twice, split into TF32 parts.
+    rest = block_m * (block_d + block_n) * q.element_size() * (2 if q.dtype == torch.float32 else 1)
+    return 3 if 3 * tile + rest <= _launch.shared_memory(q.device) else 2
+
+
+@triton.jit
+def _load_rows(rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(rows + dim)
+    return tl.load(rows + dim, mask=dim < HEAD_DIM, other=0.0)
+
+
 @triton.jit
 def _verify_kernel(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates, scores,
@@ -150,7 +171,11 @@ def _verify_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
     DOT_PRECISION: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head: all queries and heads of its group are the rows of one tile."""
+    """One split of one KV head: all queries and heads of its group are the columns of one tile.
+
+    Positions are the rows of both products, K q^T and V^T p: a tensor core instruction of Hopper takes 64
+    rows, of which the few queries would fill half, and a position's scores are summed within four threads.
+    """
     kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0) * GROUP
     slot = tl.load(req_pool_indices + batch).to(tl.int64)
@@ -186,41 +211,48 @@ def _verify_kernel(
         share = share / tl.maximum(tl.sum(share, axis=0), 1.0)
         row_lse = tl.where(row_counts, row_lse * LOG2_E, 0.0)
 
-    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    shift = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, as -inf - -inf is not a number
+    to_mean = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # by lane: one exchange between threads, at the end
+    acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
-    pool_rows = tl.load(token_rows + begin + lane, mask=begin + lane < end, other=0)
+    last = tl.maximum(end - 1, 0)  # lanes beyond the end read its row: no masks, and no foreign values
+    pool_rows = tl.load(token_rows + tl.minimum(begin + lane, last))
     for start in range(begin, end, BLOCK_N):
         position = start + lane
-        kv_mask = (position < end)[:, None] & (dim < HEAD_DIM)[None, :]
         wide_rows = pool_rows.to(tl.int64)[:, None]
-        k = tl.load(k_head + wide_rows * stride_k_row + dim[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(v_head + wide_rows * stride_v_row + dim[None, :], mask=kv_mask, other=0.0)
+        k = _load_rows(k_head + wide_rows * stride_k_row, HEAD_DIM, BLOCK_D)
+        v = _load_rows(v_head + wide_rows * stride_v_row, HEAD_DIM, BLOCK_D)
         # The next tile's row numbers arrive under this tile's arithmetic.
-        pool_rows = tl.load(token_rows + position + BLOCK_N, mask=position + BLOCK_N < end, other=0)
+        pool_rows = tl.load(token_rows + tl.minimum(position + BLOCK_N, last))
 
-        logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
-        seen = (position[None, :] <= query_position[:, None]) & (position < end)[None, :]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-        # A row that has seen no position yet has no finite maximum to subtract.
-        shift = tl.where(new_max > float("-inf"), new_max, 0.0)
-        weights = tl.exp2(logits - shift[:, None])
-        rescale = tl.exp2(running_max - shift)
-        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
-        running_max = new_max
+        logits = tl.dot(k, tl.trans(q_tile), input_precision=DOT_PRECISION) * scale_log2
+        if start + BLOCK_N > tl.minimum(end, seq_len - QUERIES + 1):  # else every query sees all of it
+            seen = (position[:, None] <= query_position[None, :]) & (position < end)[:, None]
+            logits = tl.where(seen, logits, float("-inf"))
+        # The shift only keeps exp2 in range: it follows the maximum once that is 2**8 ahead (Shah et al.,
+        # FlashAttention-4), so hardly ever after the first tile, and one number a tile is reduced for it.
+        if tl.max(logits - shift[None, :]) > MAX_AHEAD:
+            new_shift = tl.maximum(shift, tl.max(logits, axis=0))
+            rescale = tl.exp2(shift - new_shift)
+            sums = sums * rescale[None, :]
+            acc = acc * rescale[None, :]
+            shift = new_shift
+            if scores is not None:
+                # exp(logit - lse) from the weights at hand: one factor a row instead of an exp an element.
+                # The bound keeps inf and 0 · inf away should an estimate be absurdly low.
+                to_mean = share * tl.exp2(tl.minimum(shift - row_lse, 100.0))
+        weights = tl.exp2(logits - shift[None, :])
+        sums += weights
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision=DOT_PRECISION)
         if scores is not None:
-            # exp(logit - lse) from the weights at hand: one factor a row instead of an exp an element. The
-            # bound keeps 0 · inf away should an estimate be absurdly low.
-            to_mean = share * tl.exp2(tl.minimum(shift - row_lse, 126.0))
-            mean_weight = tl.sum(weights * to_mean[:, None], axis=0)
+            mean_weight = tl.sum(weights * to_mean[None, :], axis=1)
             tl.store(score_row + position, mean_weight, mask=position < tl.minimum(end, candidates))
 
-    acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
+    running_sum = tl.sum(sums, axis=0)
+    acc = tl.where((running_sum > 0)[None, :], acc / running_sum[None, :], 0.0)
+    acc = tl.trans(acc)
     if NUM_SPLITS == 1:
         out_row = (
             out + batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
@@ -229,7 +261,7 @@ def _verify_kernel(
     else:
         part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
         tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
-        tl.store(partial_lse + part, running_max + tl.log2(running_sum), mask=query < QUERIES)
+        tl.store(partial_lse + part, shift + tl.log2(running_sum), mask=query < QUERIES)
 
 
 @triton.jit

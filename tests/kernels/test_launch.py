@@ -28,6 +28,23 @@ def test_splits_fill_the_device(pairs, max_splits, want):
 
 
 @pytest.mark.usefixtures("_h200")
+@pytest.mark.parametrize(
+    ("pairs", "max_splits", "want"),
+    [
+        (512, 64, 1),  # two waves of 264 programs, 97% full
+        (256, 64, 1),
+        (384, 64, 2),  # 768 programs fill three waves; 384 would leave a quarter of two waves empty
+        (8, 64, 32),
+        (2, 64, 64),  # as many as there are
+        (8, 5, 4),
+        (8, 0, 1),
+    ],
+)
+def test_even_splits_fill_whole_waves(pairs, max_splits, want):
+    assert _launch.even_splits(torch.device("cuda"), pairs, 2, max_splits) == want
+
+
+@pytest.mark.usefixtures("_h200")
 def test_splitting_launches_find_their_counters():
     largest = max(
         pairs

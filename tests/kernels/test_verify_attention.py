@@ -97,6 +97,28 @@ def test_any_split_gives_the_same_result(num_splits, block_n, make_batch, tolera
     assert (scores[1, :, 2:] == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize("growth", [0.1, 0.4, -0.4, 30.0])
+def test_logits_that_grow_or_fall_with_the_position(growth, make_batch, tolerance):
+    """The running maximum is followed late, in leaps, or never again after the first of seven tiles."""
+    batch = make_batch([110], num_queries=3, group=3)
+    slot = batch.req_pool_indices[0]
+    rows = batch.req_to_token[slot, :110].long()
+    batch.q.abs_()
+    batch.k_cache[rows] = 0.05 * batch.k_cache[rows]
+    batch.k_cache[rows] += growth * torch.arange(110.0, device=batch.q.device)[:, None, None] / 4
+    want_out, lse = expected(batch)
+    scores = torch.zeros(1, 2, 110, device=batch.q.device)
+    out = torch.empty_like(batch.q)
+    op_module._launch_kernels(
+        batch.q, batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices, batch.seq_lens,
+        batch.scale, lse.float(), batch.seq_lens, scores, out, block_n=16, num_splits=1,
+    )  # fmt: skip
+    # Float32 logits of a few thousand are exact to 1e-4.
+    torch.testing.assert_close(out.double(), want_out, rtol=2e-3, atol=2e-4)
+    want = (causal_logits(batch, 0) - lse[0].T.unflatten(0, (2, 3))[..., None]).exp().mean((1, 2))
+    torch.testing.assert_close(scores[0].double(), want, rtol=2e-3, atol=2e-4)
+
+
 @implementations
 def test_queries_at_negative_positions_get_zero(attend, make_batch, tolerance):
     batch = make_batch([30, 0, 2], num_queries=4)

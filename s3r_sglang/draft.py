@@ -49,7 +49,7 @@ class Drafter:
         )
 
     def run(self, block: Block, params: SamplingParams, out: Draft) -> Draft:
-        """Draft into `out`. Recordable in a CUDA graph if `params.from_logits`."""
+        """Draft into `out`. Recordable in a CUDA graph unless logits are biased."""
         fed = block.bonus_tokens
         with forward_context(ForwardContext(attn_backend=self.attention)):
             for step in range(self.draft_length):

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 class GraphedDrafter:
     """A drafter that replays graphs where it can, and runs eagerly where it cannot.
 
-    Eager are batches larger than the largest bucket, and those that filter or bias logits, whose sampling sorts
-    the vocabulary. A padded row drafts for slot 0 from an empty prefix: SGLang keeps that slot and the KV row
-    behind it for padding.
+    Eager are batches larger than the largest bucket, and those that bias logits. Batches that filter have graphs
+    of their own, as filters read the logits about ten times. A padded row drafts for slot 0 from
+    an empty prefix: SGLang keeps that slot and the KV row behind it for padding.
 
     Memory: the proposal buffer of the largest bucket, 4 bytes x bucket x k x V (0.93 GB for 256 requests,
     k = 6, V = 152K), and the graphs, which share SGLang's graph memory pool.
@@ -61,34 +61,35 @@ class GraphedDrafter:
             need_min_p=False,
         )
         self.out = drafter.new_draft(largest)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by bucket and whether it filters
 
     def capture(self) -> None:
         """Capture all buckets, the largest first: the later ones reuse its memory."""
         # SGLang's `graph_capture` makes the all-reduces of tensor parallelism recordable, and gives the stream.
         with model_capture_mode(), graph_capture() as context:
             for bucket in reversed(self.buckets):
-                self._capture_bucket(bucket, context.stream)
+                for filtered in (False, True):
+                    self._capture_bucket(bucket, filtered, context.stream)
         logger.info("S3R: captured draft graphs for batch sizes %s", self.buckets)
 
-    def _capture_bucket(self, bucket: int, stream: torch.cuda.Stream) -> None:
+    def _capture_bucket(self, bucket: int, filtered: bool, stream: torch.cuda.Stream) -> None:
         def run() -> None:
             block = self.lay_out(**{name: buffer[:bucket] for name, buffer in self.inputs.items()})
-            self.drafter.run(block, self._params(bucket), self._out(bucket))
+            self.drafter.run(block, self._params(bucket, filtered), self._out(bucket))
 
         run()  # compiles the kernels and fills the caches that a capture must not touch
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=get_or_create_global_graph_memory_pool(torch.cuda), stream=stream):
             run()
-        self._graphs[bucket] = graph
+        self._graphs[bucket, filtered] = graph
 
     def __call__(self, block: Block, params: SamplingParams) -> Draft:
         """Draft k tokens for each request, see `Drafter.__call__`; the result is overwritten by the next call."""
         batch_size = block.start.shape[0]
         if batch_size > self.buckets[-1]:
             return self.drafter(block, params)
-        if not params.from_logits:
+        if params.logit_bias is not None:
             return self.drafter.run(block, params, self._out(batch_size))
         bucket = self.buckets[bisect.bisect_left(self.buckets, batch_size)]
         for name, buffer in self.inputs.items():
@@ -96,12 +97,16 @@ class GraphedDrafter:
             buffer[batch_size:bucket].zero_()
         self.params.temperatures[:batch_size].copy_(params.temperatures.view(-1))
         self.params.top_ks[:batch_size].copy_(params.top_ks)
-        self._graphs[bucket].replay()
+        if params.filtered:
+            self.params.top_ps[:batch_size].copy_(params.top_ps)
+            self.params.min_ps[:batch_size].copy_(params.min_ps)
+        self._graphs[bucket, params.filtered].replay()
         return self._out(batch_size)
 
-    def _params(self, batch_size: int) -> SamplingParams:
+    def _params(self, batch_size: int, filtered: bool) -> SamplingParams:
         return replace(
             self.params,
+            need_top_p=filtered,
             temperatures=self.params.temperatures[:batch_size],
             top_ks=self.params.top_ks[:batch_size],
             top_ps=self.params.top_ps[:batch_size],

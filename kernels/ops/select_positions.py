@@ -51,7 +51,7 @@ def select_positions(
 
 
 def _launch_kernel(
-    scores, num_candidates, num_select, req_pool_indices, positions, block_n=1024, num_warps=4
+    scores, num_candidates, num_select, req_pool_indices, positions, block_n=512, num_warps=4
 ):
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, num_kv_heads, width = scores.shape

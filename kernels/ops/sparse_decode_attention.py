@@ -77,7 +77,7 @@ def sparse_decode_attention(
 
 def _launch_kernel(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
-    scale, out, lse, block_n=32, num_splits=None, num_warps=4, num_stages=3,
+    scale, out, lse, block_n=32, num_splits=None, num_warps=1, num_stages=3,
 ):  # fmt: skip
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, num_heads, head_dim = q.shape

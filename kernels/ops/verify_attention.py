@@ -108,7 +108,7 @@ def _launch_kernels(
     if block_n is None:
         block_n = 128 // q.element_size()  # float32 tiles of 64 positions would spill
     if num_warps is None:
-        num_warps = 4 if block_m <= 32 else 8  # else the accumulator alone takes 128 registers a thread
+        num_warps = 8
     if num_stages is None:
         num_stages = _num_stages(q, block_m, block_n, block_d)
     if num_splits is None:

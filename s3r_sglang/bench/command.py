@@ -102,7 +102,7 @@ def bench_kv(
     ] = 16384,
     pressure: Annotated[
         float, typer.Option(min=0.1, help="Peak demand for KV over the size of the KV pool.")
-    ] = 1.75,
+    ] = 1.5,
     imposed_acceptance: Annotated[
         str | None,
         typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),

@@ -10,11 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from s3r_sglang import cpu
+from s3r_sglang import cpu, launch
 from s3r_sglang.bench import load, paper, provenance, render, run
 from s3r_sglang.bench.load import LoadError, Setting
 from s3r_sglang.bench.probe import ProbeConfig
 from s3r_sglang.bench.records import Report
+from s3r_sglang.config import ConfigError
 
 # Both engines get the same share of the GPU's memory. SGLang's own choice depends on speculation.
 MEMORY = ["--mem-fraction-static", "0.85"]
@@ -24,7 +25,7 @@ class IncorrectError(RuntimeError):
     """The responses that were timed are not those of the dense policy."""
 
 
-FAULTS = (LoadError, FileNotFoundError, IncorrectError)
+FAULTS = (LoadError, FileNotFoundError, IncorrectError, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Options:
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> Report:
     """Run the command; raises one of `FAULTS` with a message for the user."""
+    if not launch.configuration(engine_argv).faithful:
+        raise ConfigError("s3r bench compares engines that sample from one law: drop --s3r-mode direct")
     with model_folder(options.model, options.load_format) as folder, console.status("starting") as status:
         job = _job(options, folder, engine_argv)
         outcome = run.run(job, status.update)

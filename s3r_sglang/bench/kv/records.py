@@ -17,21 +17,21 @@ class Variant(Record):
 
     Attributes:
         policy: of `--s3r-kv-policy`; None for autoregressive decoding.
-        share: of the slots that may be used at a time.
+        share: of the slots that may be active at a time.
     """
 
     policy: str | None
     share: Fraction = Fraction(1)
 
-    def slots(self, slots: int) -> int:
-        """Requests that may run at a time, given the slots of the full rows."""
+    def limit(self, slots: int) -> int:
+        """Most active requests, given the slots of the engine."""
         return max(1, int(self.share * slots))
 
     def title(self, slots: int) -> str:
         """As the paper's Table 2 has it: "Offload-128", and "AIMD" without a number."""
         if self.policy is None:
             return "AR"
-        return "AIMD" if self.policy == "aimd" else f"{self.policy.capitalize()}-{self.slots(slots)}"
+        return "AIMD" if self.policy == "aimd" else f"{self.policy.capitalize()}-{self.limit(slots)}"
 
 
 # The paper's rows; 128 and 160 of 256 slots for the two low limits.
@@ -121,7 +121,6 @@ class KvRun(Record):
     title: str
     created: str
     git_commit: str
-    slots: int
     seconds: float
     requests: int
     tokens: int

@@ -94,7 +94,7 @@ def tables(report: KvReport) -> list[Table]:
     for title, columns in _sections(report).items():
         table = Table(title=f"{title}: {report.title}")
         for name in columns:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=not name)
         for row in report.rows:
             table.add_row(*(cell(row) for cell in columns.values()))
         found.append(table)

@@ -53,14 +53,14 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
         AnswerError: a response is missing or wrong; its time does not count.
     """
     variant = VARIANTS[key]
-    title, slots = variant.title(job.slots), variant.slots(job.slots)
+    title = variant.title(job.slots)
     progress(f"{title}: starting the engine")
     argv = _engine_argv(job, key, folder, workload)
     probe = ProbeConfig(imposed_acceptance=job.imposed_acceptance, planned_ends=True)
     with probed_engine(argv, variant.policy is not None, probe) as engine:
         _check_pool(job, engine)
         progress(f"{title}: warm-up")
-        _warm_up(engine, workload, slots)
+        _warm_up(engine, workload, job.slots)
         before = kv_state(engine.loop.run_until_complete(_internal_state(engine)))
         progress(f"{title}: {job.requests} responses, {job.tokens} tokens")
         checked = _checked(job)
@@ -78,7 +78,6 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
         title=title,
         created=provenance.now(),
         git_commit=provenance.git_commit(),
-        slots=slots,
         seconds=rollout.seconds,
         requests=job.requests,
         tokens=job.tokens,
@@ -94,14 +93,17 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
 
 def _engine_argv(job: KvJob, key: str, folder: Path, workload: Workload) -> list[str]:
     variant = VARIANTS[key]
-    slots = str(variant.slots(job.slots))
+    slots = str(job.slots)
+    policy = ["--s3r-kv-policy", variant.policy] if variant.policy else []
+    if variant.share < 1:
+        policy += ["--s3r-kv-limit", str(variant.limit(job.slots))]
     # fmt: off
     return [
         "--model-path", str(folder), "--load-format", job.load_format, "--skip-tokenizer-init",
         "--log-level", "error", "--max-running-requests", slots, "--cuda-graph-max-bs-decode", slots,
         "--max-total-tokens", str(job.pool_tokens), "--context-length", str(workload.context),
         *(["--dtype", job.dtype] if job.dtype else []),
-        *(["--s3r-kv-policy", variant.policy] if variant.policy else []), *job.engine_argv,
+        *policy, *job.engine_argv,
     ]
     # fmt: on
 

@@ -18,6 +18,7 @@ from s3r_sglang.patches import (
     http_server,
     kv_cache_builder,
     kv_scheduling,
+    logits_processor,
     schedule_batch,
     scheduler,
     server_args,
@@ -86,6 +87,11 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.pause_generation", "BEFORE", kv_scheduling.retract_paused),
     Hook(f"{_SCHEDULER}.is_fully_idle", "AFTER", kv_scheduling.busy_while_paused),
     Hook(f"{_SCHEDULER}.release_host_resources", "AFTER", kv_scheduling.unpin),
+    Hook(
+        f"{_SRT}.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        "AROUND",
+        logits_processor.keep_dtype,
+    ),
     Hook(
         f"{_SRT}.managers.schedule_batch.Req.update_finish_state",
         "AROUND",

@@ -33,7 +33,8 @@ _ANSWER_LINE = re.compile(r"\banswer\b[*_\s]*[:：][*_\s]*([^\n]+)", re.IGNORECA
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SPECIAL_TOKEN = re.compile(r"<\|[^<>|]{1,40}\|>|</?s>|<(?:eos|pad|bos)>")
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\\,|\{,\})(?=\d{3}(?!\d))")
+_SEPARATOR = r"(?:,|\\,|\{,\})"
+_THOUSANDS = re.compile(rf"[+-]?\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?:\.\d+)?")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*[A-Za-z]{2}[^{}]*)\}")
 # Full-width forms, as Chinese text has them, and the minus signs of typography.
 _ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {ord(c): "-" for c in "−–—﹣"}
@@ -65,8 +66,9 @@ def extract_answer(response: str) -> str | None:
         answer = _balanced(response, boxes[-1].end())
     else:
         answer = lines[-1].group(1) if lines else None
-    answer = _unwrap(answer) if answer is not None else ""
-    return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+    if answer is None or len(answer.strip()) > MAX_ANSWER_CHARS:
+        return None
+    return _unwrap(answer) or None
 
 
 def _balanced(text: str, start: int) -> str | None:
@@ -163,8 +165,9 @@ def equal_as_text(answer: str, label: str) -> bool | None:
 
 
 def _canonical(answer: str) -> str:
-    text = _THOUSANDS.sub("", _unwrap(answer).translate(_ASCII))
-    return " ".join(text.split())
+    text = " ".join(_unwrap(answer).translate(_ASCII).split())
+    # Only where it is the whole answer: (1,234) is a pair.
+    return re.sub(_SEPARATOR, "", text) if _THOUSANDS.fullmatch(text) else text
 
 
 class _Workers:

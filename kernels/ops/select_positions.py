@@ -50,9 +50,7 @@ def select_positions(
     _launch_kernel(scores, num_candidates, num_select, req_pool_indices, positions)
 
 
-def _launch_kernel(
-    scores, num_candidates, num_select, req_pool_indices, positions, block_n=512, num_warps=4
-):
+def _launch_kernel(scores, num_candidates, num_select, req_pool_indices, positions, block_n=512, num_warps=4):
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, num_kv_heads, width = scores.shape
     if scores.numel() == 0 or positions.numel() == 0:

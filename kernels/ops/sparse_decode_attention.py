@@ -77,7 +77,7 @@ def sparse_decode_attention(
 
 def _launch_kernel(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
-    scale, out, lse, block_n=32, num_splits=None, num_warps=1, num_stages=3,
+    scale, out, lse, block_n=32, num_splits=None, num_warps=None, num_stages=3,
 ):  # fmt: skip
     """Launch with explicit tile choices; the bench sweeps them."""
     batch_size, num_heads, head_dim = q.shape
@@ -90,6 +90,9 @@ def _launch_kernel(
         # Each split should keep a tile of work; the tail adds to M but is short when M is worth splitting.
         max_splits = min(16, triton.cdiv(positions.shape[2], block_n))
         num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=4, max_splits=max_splits)
+    if num_warps is None:
+        # One warp needs no barriers: 33.9 us, 4 warps 35.6 at 64 x 8K on an H200. Larger rows would spill.
+        num_warps = 1 if head_dim * q.element_size() <= 256 else 4
     partial_out = partial_lse = arrivals = None
     if num_splits > 1:
         partial_out = q.new_empty((pairs, num_splits, group, head_dim), dtype=torch.float32)

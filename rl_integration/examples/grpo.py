@@ -67,7 +67,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate)
         self.correction = SparseCorrection() if args.correction == "sparse-rl" else None
         self.client, self.sender = RolloutClient(args.url), WeightSender(args.url)
-        self.task: Task = Mathematics(args.data) if args.data else EvenTokens(self.model.config.vocab_size)
+        self.task: Task = EvenTokens(self.model.config.vocab_size)
+        if args.data:
+            self.task = Mathematics(args.data, even=args.reward == "even")
 
     def send_weights(self, version: str) -> None:
         """Send the weights in the precision in which the server computes."""
@@ -223,6 +225,12 @@ def parser() -> argparse.ArgumentParser:
     add("--url", default="http://127.0.0.1:30000")
     add("--model", required=True, help="the folder that the server was started with")
     add("--data", type=Path, help="file of `s3r data prepare`; without it, even token ids are rewarded")
+    add(
+        "--reward",
+        choices=("answer", "even"),
+        default="answer",
+        help="of responses to the problems of --data",
+    )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, default=20)
     add("--prompts", type=int, default=8, help="per step")

@@ -31,20 +31,29 @@ class EvenTokens:
 
     def rewards(self, groups: list[PlacedGroup]) -> list[list[float]]:
         """Shares of even ids."""
-        return [
-            [sum(token % 2 == 0 for token in r.token_ids) / len(r.token_ids) for r in group.responses]
-            for group in groups
-        ]
+        return even_shares(groups)
+
+
+def even_shares(groups: list[PlacedGroup]) -> list[list[float]]:
+    """Share of even token ids in each response."""
+    return [
+        [sum(token % 2 == 0 for token in r.token_ids) / len(r.token_ids) for r in group.responses]
+        for group in groups
+    ]
 
 
 class Mathematics:
     """Problems of a file that `s3r data prepare` wrote; 1 for a right answer, 0 for a wrong or truncated one.
 
+    Args:
+        even: reward even token ids instead, to measure with responses of any length, which are all truncated.
+
     Raises:
         SystemExit: the file cannot be read, or a line has no id, messages or answer.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, even: bool = False) -> None:
+        self.even = even
         self.rows: list[dict[str, Any]] = []
         self.answers: dict[str, str] = {}
         try:
@@ -69,6 +78,8 @@ class Mathematics:
 
     def rewards(self, groups: list[PlacedGroup]) -> list[list[float]]:
         """Graded answers; a truncated response has none, as in the paper's appendix C.1."""
+        if self.even:
+            return even_shares(groups)
         responses = [(group.prompt_id, response) for group in groups for response in group.responses]
         verdicts = grade_all(
             ["" if response.truncated else response.text for _, response in responses],

@@ -123,6 +123,7 @@ def test_mathematics_rewards_right_answers_that_end(tmp_path):
         group("q2", [r"\boxed{2}", "Answer: 2"], truncated=[1]),
     ]
     assert task.rewards(groups) == [[1.0, 0.0], [1.0, 0.0]]
+    assert Mathematics(path, even=True).rewards(groups) == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"id": "a"}', "[]"])

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from s3r_sglang.rl_integration.client import AsyncRolloutClient, PlacedGroup, RolloutError
+from s3r_sglang.rl_integration.openrlhf.metrics import Totals
 from s3r_sglang.rl_integration.openrlhf.sampling import RequestOutput, output_of, sampling_of
 from s3r_sglang.rl_integration.openrlhf.server import ServerError, ServerProcess
 
@@ -15,6 +17,7 @@ from s3r_sglang.server.protocol import Response, Sampling
 
 # Key of the weights' version in OpenRLHF's `info` of a sample.
 VERSION_KEY = "s3r/weight_version"
+OBSERVE_SECONDS = 1.0
 
 
 class GroupFailedError(RuntimeError):
@@ -34,40 +37,6 @@ class EngineState:
     api_key: str
     life: int
     version: int | None
-
-
-@dataclass
-class Totals:
-    """What was sampled since the last `take`.
-
-    Attributes:
-        rounds, accepted: rounds that ended, and tokens that came from them, bonus tokens included.
-        by_position: number of rounds in which the draft token at position 1 … k was accepted.
-        busy: seconds in which at least one group was in flight.
-        kv_peak: highest share of the KV pool in use that was seen.
-    """
-
-    groups: int = 0
-    responses: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    accepted: float = 0.0
-    by_position: list[float] = field(default_factory=list)
-    busy: float = 0.0
-    kv_peak: float = 0.0
-    restarts: int = 0
-
-    def add(self, group: PlacedGroup) -> None:
-        """Count a complete group."""
-        rounds = sum(response.rounds for response in group.responses)
-        self.groups += 1
-        self.responses += len(group.responses)
-        self.tokens += sum(len(response.token_ids) for response in group.responses)
-        self.rounds += rounds
-        self.accepted += rounds * (group.accept_length or 0.0)
-        shares = group.acceptance_by_position
-        self.by_position = self.by_position or [0.0] * len(shares)
-        self.by_position = [a + rounds * b for a, b in zip(self.by_position, shares, strict=True)]
 
 
 class Group:
@@ -129,17 +98,17 @@ class RolloutEngine:
     Args:
         server: how to start it; started by the first call of `ready`.
         executor: OpenRLHF's, which turns prompts into token ids and responses into rewards.
-        rewards: whether the executor computes rewards.
+        single_turn: whether it asks once per sample, and the same for all samples of a prompt.
+        rewards: whether it computes rewards.
         restarts: how often the server may be started again.
     """
 
-    def __init__(self, server: ServerProcess, executor: Any, rewards: bool, restarts: int) -> None:
-        from openrlhf.utils.agent import SingleTurnAgentExecutor
-
+    def __init__(
+        self, server: ServerProcess, executor: Any, *, single_turn: bool, rewards: bool, restarts: int
+    ) -> None:
         self._server = server
         self._executor = executor
-        # A subclass may ask differently for each sample.
-        self._single_turn = type(executor) is SingleTurnAgentExecutor
+        self._single_turn = single_turn
         self._rewards = rewards
         self._restarts = restarts
         self._client: AsyncRolloutClient | None = None
@@ -151,6 +120,7 @@ class RolloutEngine:
         self._totals = Totals()
         self._in_flight = 0
         self._busy_since = 0.0
+        self._watch: asyncio.Task[None] | None = None
         self._unfinished = 0
 
     # ---- sampling
@@ -170,8 +140,6 @@ class RolloutEngine:
         Raises:
             GroupFailedError: one of them cannot be had.
         """
-        from copy import deepcopy
-
         if images:
             raise GroupFailedError("S3R rollouts have no image or audio input")
         group = Group(self, num_samples) if self._single_turn else None
@@ -254,6 +222,7 @@ class RolloutEngine:
     def _flight(self):
         if self._in_flight == 0:
             self._busy_since = time.monotonic()
+            self._watch = asyncio.create_task(self._observe())
         self._in_flight += 1
         try:
             yield
@@ -261,6 +230,16 @@ class RolloutEngine:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._totals.busy += time.monotonic() - self._busy_since
+                self._watch.cancel()
+
+    async def _observe(self) -> None:
+        """Sample the state of the KV pool while groups are in flight."""
+        while self._client is not None:
+            # The server may just have died, which the groups in flight will notice.
+            with contextlib.suppress(httpx.HTTPError):
+                for stats in await self._client.stats():
+                    self._totals.observe(stats)
+            await asyncio.sleep(OBSERVE_SECONDS)
 
     def get_num_unfinished_requests(self) -> int:
         """OpenRLHF's interface: samples in progress, by which it balances engines."""
@@ -289,10 +268,9 @@ class RolloutEngine:
             self._totals.restarts += 1
             print(f"S3R: the rollout server {self._server.url} died and is started again", flush=True)
         self._version = None
-        if self._client is not None:
-            await self._client.__aexit__()
         await self._server.start()
         # Lost connections must come up here, where the weights of the new life are seen to, not in the client.
+        # The client of the last life is dropped as it is: groups may still be waiting for it to fail.
         self._client = AsyncRolloutClient(
             self._server.url, api_key=self._server.api_key, max_outstanding=1 << 16, max_attempts=1
         )

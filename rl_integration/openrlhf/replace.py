@@ -29,7 +29,14 @@ class EngineActor(RolloutEngine):
         agent = _load_agent_executor(agent_func_path) if agent_func_path else None
         executor = agent or SingleTurnAgentExecutor(remote_rm_url)
         server.host = server.host or ray.util.get_node_ip_address()
-        super().__init__(server, executor, bool(agent_func_path or remote_rm_url), restarts)
+        super().__init__(
+            server,
+            executor,
+            # A subclass may ask differently for each sample.
+            single_turn=type(executor) is SingleTurnAgentExecutor,
+            rewards=bool(agent_func_path or remote_rm_url),
+            restarts=restarts,
+        )
 
 
 def install(options: Options) -> None:

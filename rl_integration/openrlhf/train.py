@@ -50,6 +50,8 @@ def _start_ray() -> None:
     import ray
 
     environ = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
+    # Ray's default is 15, which the servers inherit: next to any other process they would starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     hook = f"{runtime.__name__}.prepare_worker"
     alone = not runtime.has_gpu() and "RAY_ADDRESS" not in os.environ
     ray.init(

@@ -11,7 +11,8 @@ import ray
 import torch
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
-from s3r_sglang.rl_integration.openrlhf.engine import VERSION_KEY, EngineState, Totals
+from s3r_sglang.rl_integration.openrlhf.engine import VERSION_KEY, EngineState
+from s3r_sglang.rl_integration.openrlhf.metrics import summary
 from s3r_sglang.rl_integration.weights import DistributedSender, WeightSender
 
 
@@ -64,7 +65,7 @@ class S3RActorTrainer(ActorPPOTrainer):
         if _is_first():
             totals = ray.get([engine.take_totals.remote() for engine in self.vllm_engines])
             gpus = len(self.vllm_engines) * self.args.vllm.tensor_parallel_size
-            status.update(metrics(totals, gpus, self._sync_seconds))
+            status.update(summary(totals, gpus, self._sync_seconds))
         return status
 
     def _check_versions(self) -> None:
@@ -157,28 +158,3 @@ class S3RActorTrainer(ActorPPOTrainer):
 
 def _is_first() -> bool:
     return torch.distributed.get_rank() == 0
-
-
-def metrics(totals: list[Totals], gpus: int, sync_seconds: float) -> dict[str, float]:
-    """What a step logs about its rollouts, under `s3r/`; servers add up, and the slowest sets the time.
-
-    `accept_length` is tokens per round, bonus token included (τ); `acceptance_i` the share of rounds in which the
-    draft token at position i was accepted; both are left out if there were no rounds.
-    """
-    tokens = sum(total.tokens for total in totals)
-    rounds = sum(total.rounds for total in totals)
-    seconds = max(total.busy for total in totals)
-    result = {
-        "s3r/rollout_seconds": seconds,
-        "s3r/tokens_per_second_per_gpu": tokens / seconds / gpus if seconds else 0.0,
-        "s3r/tokens": float(tokens),
-        "s3r/groups": float(sum(total.groups for total in totals)),
-        "s3r/server_restarts": float(sum(total.restarts for total in totals)),
-        "s3r/kv_peak": max(total.kv_peak for total in totals),
-        "s3r/last_sync_seconds": sync_seconds,
-    }
-    if rounds:
-        result["s3r/accept_length"] = sum(total.accepted for total in totals) / rounds
-        positions = zip(*(total.by_position for total in totals if total.by_position), strict=True)
-        result |= {f"s3r/acceptance_{i}": sum(column) / rounds for i, column in enumerate(positions, 1)}
-    return result

@@ -249,7 +249,7 @@ class KVController:
     def _stats(self, running: ScheduleBatch) -> KVStats:
         return self.core.stats(
             policy=self.config.kv_policy,
-            active=len(running.reqs),
+            active=len(_unfinished([running])),
             waiting=len(self.scheduler.waiting_queue),
             recomputed=self.recomputed,
             tokens=self.scheduler.draft_worker.metrics.tokens,

@@ -34,23 +34,29 @@ class HostPool:
 
     Args:
         keys, values: per layer, the device pool's rows [pages, ...]; all of one shape and dtype.
-        num_blocks: blocks of `BLOCK_TOKENS` tokens.
+        num_blocks: blocks of the pool.
+        block_tokens: tokens per block.
 
     Attributes:
         used, peak: blocks in use now, and at most so far.
-        num_blocks, block_tokens: size of the pool and of a block.
     """
 
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], num_blocks: int) -> None:
+    def __init__(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        num_blocks: int,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
         self._layers = [buffer.flatten(1) for buffer in (*keys, *values)]
         sample = self._layers[0]
         self._row = sample.shape[1]
         self._module = torch.get_device_module(sample.device)
         self._stream = self._module.Stream()
-        self.num_blocks, self.block_tokens = num_blocks, BLOCK_TOKENS
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self._free = list(range(num_blocks))
         self.peak = 0
-        shape = (num_blocks, len(self._layers) * BLOCK_TOKENS * self._row)
+        shape = (num_blocks, len(self._layers) * block_tokens * self._row)
         self._pinned = sample.is_cuda and num_blocks > 0
         self._host = _allocate(shape, sample.dtype, self._pinned)
         self._staging = torch.empty(shape[1], dtype=sample.dtype, device=sample.device)
@@ -61,7 +67,7 @@ class HostPool:
 
     def allocate(self, tokens: int) -> list[int] | None:
         """Blocks for `tokens` tokens, or None if there are not enough."""
-        count = -(-tokens // BLOCK_TOKENS)
+        count = -(-tokens // self.block_tokens)
         if count > len(self._free):
             return None
         blocks, self._free = self._free[:count], self._free[count:]
@@ -76,7 +82,7 @@ class HostPool:
         gathered = self._module.Event()
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            for block, part in zip(blocks, pages.split(BLOCK_TOKENS), strict=True):
+            for block, part in zip(blocks, pages.split(self.block_tokens), strict=True):
                 staged = self._staged(self._staging, len(part))
                 for rows, layer in zip(staged, self._layers, strict=True):
                     torch.index_select(layer, 0, part, out=rows)
@@ -90,7 +96,7 @@ class HostPool:
         done = self._module.Event()
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            for block, part in zip(blocks, pages.split(BLOCK_TOKENS), strict=True):
+            for block, part in zip(blocks, pages.split(self.block_tokens), strict=True):
                 staged = self._staged(self._staging, len(part))
                 staged.copy_(self._staged(self._host[block], len(part)), non_blocking=True)
                 for rows, layer in zip(staged, self._layers, strict=True):

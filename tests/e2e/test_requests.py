@@ -324,7 +324,12 @@ def test_retracted_requests_continue_their_chain(current_engine, model, llama):
     """A pool for a third of the requests, admitted with almost no reserve."""
     generator = np.random.default_rng(1)
     prompts = [generator.integers(VOCAB, size=24).tolist() for _ in range(12)]
-    small = {**ARGS, "max_total_tokens": 600, "schedule_conservativeness": 0.01}
+    small = {
+        **ARGS,
+        "s3r_kv_policy": "recompute",
+        "max_total_tokens": 600,
+        "schedule_conservativeness": 0.01,
+    }
     outputs = current_engine(model[0], **small).generate(input_ids=prompts, sampling_params=greedy(100))
     assert sum(output["meta_info"]["num_retractions"] for output in outputs) > 0
     for prompt, output in zip(prompts, outputs, strict=True):

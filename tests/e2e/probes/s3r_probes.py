@@ -17,10 +17,16 @@ import torch
 
 
 def register() -> None:
-    """Entry point: give the scheduler its probes once it is built."""
+    """Entry point: give the scheduler its probes once it is built, and let a CPU schedule with overlap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", add_probes, HookType.AFTER)
+    # SGLang refuses the combination for lack of kernels in its own algorithms; ours runs, once the one call
+    # that PyTorch has for CUDA streams only is left out.
+    refusal = "sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu"
+    HookRegistry.register(refusal, lambda original, server_args: None, HookType.AROUND)
+    if not torch.cuda.is_available():
+        torch.Tensor.record_stream = lambda *_: None
 
 
 def add_probes(_, scheduler, *args, **kwargs) -> None:

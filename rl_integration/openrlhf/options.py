@@ -133,5 +133,5 @@ def _unknown(flags: argparse.ArgumentParser, word: str) -> NoReturn:
     known = [action.option_strings[0] for action in flags._actions]
     if word.startswith("--s3r-"):
         flags.error(f"{word} is a flag of the server: give it in --s3r.server_args")
-    close = difflib.get_close_matches(word, known, 1)
+    close = difflib.get_close_matches(word, known, 1, cutoff=0.75)
     flags.error(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))

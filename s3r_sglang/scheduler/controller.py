@@ -268,11 +268,19 @@ def decode_batch(scheduler: Any, reqs: list[Req]) -> ScheduleBatch:
         spec_algorithm=scheduler.spec_algorithm,
     )
     batch.forward_mode = ForwardMode.DECODE
-    batch.req_pool_indices_cpu = torch.tensor([req.req_pool_idx for req in reqs])
-    batch.seq_lens_cpu = torch.tensor([req.kv_committed_len for req in reqs])
-    bonus_cpu = torch.tensor([req.output_ids[-1] for req in reqs])
+    # Pinned: a copy from pageable memory would make the host wait for the round in flight.
+    pin = torch.device(batch.device).type == "cuda"
+    batch.req_pool_indices_cpu, batch.seq_lens_cpu, bonus_cpu = (
+        torch.tensor(values, pin_memory=pin)
+        for values in (
+            [req.req_pool_idx for req in reqs],
+            [req.kv_committed_len for req in reqs],
+            [req.output_ids[-1] for req in reqs],
+        )
+    )
     batch.req_pool_indices, batch.seq_lens, bonus = (
-        values.to(batch.device) for values in (batch.req_pool_indices_cpu, batch.seq_lens_cpu, bonus_cpu)
+        values.to(batch.device, non_blocking=True)
+        for values in (batch.req_pool_indices_cpu, batch.seq_lens_cpu, bonus_cpu)
     )
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.multimodal_inputs = [None] * len(reqs)

@@ -33,11 +33,13 @@ class _Tiles(NamedTuple):
         num_warps: warps per program.
         programs_per_sm: what to split rows for. The verify race, with 126 registers a thread, fits two
             programs of 8 warps on an SM, the other passes at least three.
+        num_stages: blocks in flight: the loops are short on bytes in flight, not on instructions.
     """
 
     block: int = 2048
     num_warps: int = 8
     programs_per_sm: int = 4
+    num_stages: int = 1
 
 
 _TILES = _Tiles()
@@ -46,11 +48,11 @@ _TILES = _Tiles()
 @triton.jit
 def _row_stats_kernel(
     logits, temperatures, maxima, sums, argmaxes, vocab, chunk, logits_stride, rows_per_request,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum of exponentials and first argmax of logits / temperature over one chunk of one row."""
     row, split = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row // rows_per_request)
+    inverse_temperature = 1.0 / tl.load(temperatures + row // rows_per_request)
     base = logits + row.to(tl.int64) * logits_stride
     start = split * chunk
     # Every lane keeps a running maximum and sum of its own: one exponential per element, no exchange
@@ -58,9 +60,10 @@ def _row_stats_kernel(
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     where_highest = start + tl.arange(0, BLOCK)
-    for first in range(start, start + chunk, BLOCK):
+    for first in tl.range(start, start + chunk, BLOCK, num_stages=STAGES):
         lanes = first + tl.arange(0, BLOCK)
-        x = tl.load(base + lanes, mask=lanes < vocab, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(base + lanes, mask=lanes < vocab, other=float("-inf"))
+        x = x.to(tl.float32) * inverse_temperature
         grew = x > highest
         # Equal values include two of -inf, whose difference would be NaN.
         decay = tl.where(x == highest, 1.0, tl.exp(-tl.abs(x - highest)))
@@ -78,25 +81,26 @@ def _row_stats_kernel(
 
 @triton.jit
 def _load_row_stats(maxima, sums, argmaxes, row, SPLITS: tl.constexpr):
-    """Combine the chunks of a row: maximum, normaliser, first argmax."""
+    """Combine the chunks of a row: maximum, inverse of the normaliser, first argmax."""
     partials = row * SPLITS + tl.arange(0, SPLITS)
     highest, total = tl.load(maxima + partials), tl.load(sums + partials)
     maximum = tl.max(highest, axis=0)
     normaliser = tl.sum(tl.where(highest > float("-inf"), total * tl.exp(highest - maximum), 0.0), axis=0)
     candidates = tl.where(highest == maximum, tl.load(argmaxes + partials), _INT32_MAX)
-    return maximum, normaliser, tl.min(candidates, axis=0)
+    return maximum, 1.0 / normaliser, tl.min(candidates, axis=0)
 
 
 @triton.jit
-def _probs(x, tokens, maximum, normaliser, argmax, greedy):
+def _probs(x, tokens, maximum, inverse_normaliser, argmax, greedy):
     """Probability of `tokens` with scaled logits x: one formula for q, acceptance and residual."""
-    return tl.where(greedy, (tokens == argmax).to(tl.float32), tl.exp(x - maximum) / normaliser)
+    return tl.where(greedy, (tokens == argmax).to(tl.float32), tl.exp(x - maximum) * inverse_normaliser)
 
 
 @triton.jit
 def _race(weights, noise, lanes, best_score, best_token):
-    """Enter a block of weights into the race; a weight of zero never wins."""
-    score = tl.where(weights > 0.0, weights / noise, -1.0)
+    """Enter a block of weights into the race, with noise as fractions; a weight of zero never wins."""
+    numerator, denominator = noise
+    score = tl.where(weights > 0.0, weights * denominator / numerator, -1.0)
     better = score > best_score
     return tl.where(better, score, best_score), tl.where(better, lanes, best_token)
 
@@ -113,23 +117,24 @@ def _draft_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step, stream,
     vocab, chunk, source_stride, q_stride,
     FROM_LOGITS: tl.constexpr, STATS_SPLITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Race over one chunk of a row of the source: logits, whose distribution goes to q_out, or weights."""
     row, split = tl.program_id(0), tl.program_id(1)
     seed, round_ = tl.load(seeds + row), tl.load(rounds + row)
     base = source + row.to(tl.int64) * source_stride
     if FROM_LOGITS:
-        temperature, greedy = tl.load(temperatures + row), tl.load(top_ks + row) <= 1
-        maximum, normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+        inverse_temperature, greedy = 1.0 / tl.load(temperatures + row), tl.load(top_ks + row) <= 1
+        maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
     start = split * chunk
     best_score = tl.full([BLOCK], -2.0, tl.float32)
     best_token = start + tl.arange(0, BLOCK)
-    for first in range(start, start + chunk, BLOCK):
+    for first in tl.range(start, start + chunk, BLOCK, num_stages=STAGES):
         lanes = first + tl.arange(0, BLOCK)
         valid = lanes < vocab
         if FROM_LOGITS:
-            x = tl.load(base + lanes, mask=valid, other=float("-inf")).to(tl.float32) / temperature
-            weights = _probs(x, lanes, maximum, normaliser, argmax, greedy)
+            x = tl.load(base + lanes, mask=valid, other=float("-inf")).to(tl.float32) * inverse_temperature
+            weights = _probs(x, lanes, maximum, inverse_normaliser, argmax, greedy)
             tl.store(q_out + row.to(tl.int64) * q_stride + lanes, weights, mask=valid)
         else:
             weights = tl.load(base + lanes, mask=valid, other=0.0)
@@ -153,7 +158,7 @@ def _verify_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, draft_tokens, q, num_accepted, scores, tokens,
     seeds, rounds, batch_size, vocab, chunk, source_stride, q_stride_request, q_stride_step,
     FROM_LOGITS: tl.constexpr, NUM_DRAFTS: tl.constexpr, STATS_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Accept drafts, then race for the next token over one chunk of the first rejected (or the bonus) row.
 
@@ -164,15 +169,18 @@ def _verify_race_kernel(
     seed, round_ = tl.load(seeds + request), tl.load(rounds + request)
     first_row = request * (NUM_DRAFTS + 1)
     if FROM_LOGITS:
-        temperature, greedy = tl.load(temperatures + request), tl.load(top_ks + request) <= 1
+        inverse_temperature = 1.0 / tl.load(temperatures + request)
+        greedy = tl.load(top_ks + request) <= 1
     accepted, accepting = 0, 1
     for j in tl.static_range(NUM_DRAFTS):
         row = first_row + j
         token = tl.load(draft_tokens + request * NUM_DRAFTS + j).to(tl.int32)
         p_drafted = tl.load(source + row.to(tl.int64) * source_stride + token).to(tl.float32)
         if FROM_LOGITS:
-            maximum, normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
-            p_drafted = _probs(p_drafted / temperature, token, maximum, normaliser, argmax, greedy)
+            maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+            p_drafted = _probs(
+                p_drafted * inverse_temperature, token, maximum, inverse_normaliser, argmax, greedy
+            )
         q_drafted = tl.load(q + request.to(tl.int64) * q_stride_request + j * q_stride_step + token)
         accepting *= (coin(seed, round_, j, _ACCEPT) * q_drafted < p_drafted).to(tl.int32)
         accepted += accepting
@@ -181,18 +189,18 @@ def _verify_race_kernel(
     base = source + row.to(tl.int64) * source_stride
     q_row = q + request.to(tl.int64) * q_stride_request + tl.minimum(accepted, NUM_DRAFTS - 1) * q_stride_step
     if FROM_LOGITS:
-        maximum, normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+        maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
     start = split * chunk
     residual_score = tl.full([BLOCK], -2.0, tl.float32)
     target_score = residual_score
     residual_token = start + tl.arange(0, BLOCK)
     target_token = residual_token
-    for first in range(start, start + chunk, BLOCK):
+    for first in tl.range(start, start + chunk, BLOCK, num_stages=STAGES):
         lanes = first + tl.arange(0, BLOCK)
         valid = lanes < vocab
         if FROM_LOGITS:
-            x = tl.load(base + lanes, mask=valid, other=float("-inf")).to(tl.float32) / temperature
-            p = _probs(x, lanes, maximum, normaliser, argmax, greedy)
+            x = tl.load(base + lanes, mask=valid, other=float("-inf")).to(tl.float32) * inverse_temperature
+            p = _probs(x, lanes, maximum, inverse_normaliser, argmax, greedy)
         else:
             p = tl.load(base + lanes, mask=valid, other=0.0)
         # After a full acceptance q counts as zero, so that the residual is p: the bonus token.
@@ -247,7 +255,7 @@ def _row_stats(logits, temperatures, rows_per_request):
     sums, argmaxes = torch.empty_like(maxima), torch.empty_like(maxima, dtype=torch.int32)
     _row_stats_kernel[(rows, splits)](
         logits, temperatures, maxima, sums, argmaxes, vocab, chunk, logits.stride(0), rows_per_request,
-        SPLITS=splits, BLOCK=_TILES.block, num_warps=_TILES.num_warps,
+        SPLITS=splits, BLOCK=_TILES.block, STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
     return maxima, sums, argmaxes
 
@@ -310,7 +318,7 @@ def _draft_race(source, distribution, seeds, rounds, step, stream):
         source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step,
         int(stream), vocab, chunk, source.stride(0), q_out.stride(0),
         FROM_LOGITS=distribution is not None, STATS_SPLITS=splits, SPLITS=splits, BLOCK=_TILES.block,
-        num_warps=_TILES.num_warps,
+        STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
     _draft_winner_kernel[(rows,)](scores, tokens, out, SPLITS=splits, num_warps=1)
     return out
@@ -372,7 +380,7 @@ def _verify_race(op, source, temperature_and_top_k, draft_tokens, q, seeds, roun
         source, *distribution, draft_tokens, q, num_accepted, scores, partial_tokens, seeds, rounds,
         batch_size, vocab, chunk, source.stride(0), q.stride(0), q.stride(1),
         FROM_LOGITS=from_logits, NUM_DRAFTS=num_drafts, STATS_SPLITS=stats_splits, SPLITS=splits,
-        BLOCK=_TILES.block, num_warps=_TILES.num_warps,
+        BLOCK=_TILES.block, STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
     _verify_winner_kernel[(batch_size,)](
         num_accepted, scores, partial_tokens, draft_tokens, tokens, accept_lens, batch_size,

@@ -27,17 +27,18 @@ def words_of_lanes(seed, round_, step, stream, first_lane, BLOCK: tl.constexpr):
 
 @triton.jit
 def exponentials_of_lanes(seed, round_, step, stream, first_lane, BLOCK: tl.constexpr):
-    """Standard exponentials -log(1 - U) of BLOCK lanes, accurate for small U where races are decided.
+    """Standard exponentials -log(1 - U) of BLOCK lanes as fractions (numerator, denominator).
 
-    1 - U rounds; multiplying by U / (1 - (1 - U)) undoes the rounding (Kahan's log1p). Triton has no log1p
-    outside libdevice, which its interpreter lacks.
+    Accurate for small U, where races are decided: 1 - U rounds, and U / (1 - (1 - U)) undoes the rounding
+    (Kahan's log1p; Triton has no log1p outside libdevice, which its interpreter lacks). A fraction, because
+    the race divides as well: a division takes about ten instructions.
     """
     words = words_of_lanes(seed, round_, step, stream, first_lane, BLOCK)
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * _WORD_TO_UNIT, _BELOW_ONE)
     survival = 1.0 - uniform
     rounded = 1.0 - survival
     exact = rounded > 0.0
-    return uniform * tl.where(exact, -tl.log(survival) / tl.where(exact, rounded, 1.0), 1.0)
+    return uniform * tl.where(exact, -tl.log(survival), 1.0), tl.where(exact, rounded, 1.0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from s3r_sglang.kernels.ops.chain_sampling import _check_rows, _load_row_stats, 
 
 OP = "target_probs"
 # 128 registers a thread: 16 warps fill an SM, with two numbers and two masses a thread and pivot.
-BLOCK, NUM_WARPS, PIVOTS = 2048, 16, 7
+BLOCK, NUM_WARPS, PIVOTS, STAGES = 2048, 16, 7, 1
 _UNKNOWN = tl.constexpr(1 << 30)  # more than any vocabulary
 
 
@@ -60,7 +60,8 @@ def target_probs(
     stats = _row_stats(logits, temperatures, rows_per_request=rows // batch_size)
     _target_probs_kernel[(rows,)](
         logits, temperatures, top_ks, top_ps, min_ps, *stats, out, vocab, logits.stride(0), out.stride(0),
-        rows // batch_size, STATS_SPLITS=stats[0].shape[1], BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=NUM_WARPS,
+        rows // batch_size, STATS_SPLITS=stats[0].shape[1], BLOCK=BLOCK, PIVOTS=PIVOTS, STAGES=STAGES,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
@@ -68,9 +69,9 @@ def target_probs(
 @triton.jit
 def _load_probs(row, lanes, vocab, parameters):
     """Probabilities of `lanes`; 0 beyond the vocabulary."""
-    temperature, maximum, normaliser, argmax, greedy = parameters
-    x = tl.load(row + lanes, mask=lanes < vocab, other=float("-inf")).to(tl.float32) / temperature
-    return _probs(x, lanes, maximum, normaliser, argmax, greedy)
+    inverse_temperature, maximum, inverse_normaliser, argmax, greedy = parameters
+    x = tl.load(row + lanes, mask=lanes < vocab, other=float("-inf")).to(tl.float32) * inverse_temperature
+    return _probs(x, lanes, maximum, inverse_normaliser, argmax, greedy)
 
 
 @triton.jit
@@ -88,11 +89,13 @@ def _zeros(PIVOTS: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _count_above(row, vocab, parameters, low, step, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+def _count_above(
+    row, vocab, parameters, low, step, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, STAGES: tl.constexpr
+):
     """Number and mass of the tokens above each of the pivots low, low + step, ..., at most `high`."""
     numbers = _zeros(PIVOTS, BLOCK, tl.int32)
     masses = _zeros(PIVOTS, BLOCK, tl.float32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         prob = _load_probs(row, first + tl.arange(0, BLOCK), vocab, parameters)
         new_numbers, new_masses = (), ()
         for j in tl.static_range(PIVOTS):
@@ -105,8 +108,9 @@ def _count_above(row, vocab, parameters, low, step, high, BLOCK: tl.constexpr, P
 
 @triton.jit
 def _find_threshold(
-    row, vocab, parameters, low, high, top_k, top_p, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
-):
+    row, vocab, parameters, low, high, top_k, top_p,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Narrow low .. high, a range of keys which holds the lowest threshold whose tokens are kept.
 
     Tokens at a threshold are kept if number and mass of the tokens above it allow it (which is monotone);
@@ -123,7 +127,7 @@ def _find_threshold(
     while (high > low) & (number_from - number_above != 1):
         first, last = low, high
         step = (high - low) // PIVOTS + 1
-        numbers, masses = _count_above(row, vocab, parameters, first, step, last, BLOCK, PIVOTS)
+        numbers, masses = _count_above(row, vocab, parameters, first, step, last, BLOCK, PIVOTS, STAGES)
         for j in tl.static_range(PIVOTS):
             pivot = tl.minimum(first + j * step, last)
             number, mass = tl.sum(numbers[j], axis=0), tl.sum(masses[j], axis=0)
@@ -139,9 +143,9 @@ def _find_threshold(
 
 
 @triton.jit
-def _count_equal(row, vocab, parameters, key, BLOCK: tl.constexpr):
+def _count_equal(row, vocab, parameters, key, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     counts = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         lanes = first + tl.arange(0, BLOCK)
         equal = (_key(_load_probs(row, lanes, vocab, parameters)) == key) & (lanes < vocab)
         counts += equal.to(tl.int32)
@@ -152,22 +156,21 @@ def _count_equal(row, vocab, parameters, key, BLOCK: tl.constexpr):
 def _target_probs_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, maxima, sums, argmaxes, out, vocab, logits_stride,
     out_stride, rows_per_request,
-    STATS_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+    STATS_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     request = index // rows_per_request
     top_k, top_p, min_p = tl.load(top_ks + request), tl.load(top_ps + request), tl.load(min_ps + request)
-    temperature, greedy = tl.load(temperatures + request), top_k <= 1
-    maximum, normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, index, STATS_SPLITS)
-    parameters = (temperature, maximum, normaliser, argmax, greedy)
+    inverse_temperature, greedy = 1.0 / tl.load(temperatures + request), top_k <= 1
+    maximum, highest, argmax = _load_row_stats(maxima, sums, argmaxes, index, STATS_SPLITS)
+    parameters = (inverse_temperature, maximum, highest, argmax, greedy)
     row = logits + index.to(tl.int64) * logits_stride
     unfiltered = greedy | ((top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0))
 
-    highest = 1.0 / normaliser
     high = _key(highest)
     low = tl.where(unfiltered, high, _key(highest * min_p))
     low, high, number_above, mass_above, number_from, mass_from = _find_threshold(
-        row, vocab, parameters, low, high, top_k, top_p, BLOCK, PIVOTS
+        row, vocab, parameters, low, high, top_k, top_p, BLOCK, PIVOTS, STAGES
     )
     if high > low:  # one token is in the range, and the last to be kept
         threshold = low - 1
@@ -176,14 +179,14 @@ def _target_probs_kernel(
         threshold = high
         tied = number_from - number_above
         if (number_from == _UNKNOWN) & (unfiltered == 0):
-            tied = _count_equal(row, vocab, parameters, threshold, BLOCK)
+            tied = _count_equal(row, vocab, parameters, threshold, BLOCK, STAGES)
         prob = threshold.to(tl.float32, bitcast=True)
         by_mass = tl.where((top_p >= 1.0) | (prob <= 0.0), tied, (top_p - mass_above) / prob + 1.0)
         kept_ties = tl.minimum(tl.minimum(by_mass, tied).to(tl.int32), top_k - number_above)
         total = mass_above + kept_ties * prob
 
     seen = tl.full([], 0, tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         lanes = first + tl.arange(0, BLOCK)
         prob = _load_probs(row, lanes, vocab, parameters)
         is_tied = (_key(prob) == threshold).to(tl.int32)

@@ -1,8 +1,8 @@
 """How fast the KV of paused requests crosses the host link: python -m s3r_sglang.bench.host_link.
 
 Saves and loads scattered pages of a KV pool with the engine's `HostPool`, and compares with plain copies of
-contiguous pinned memory. Also shown: the time that queueing takes the host, and the time for which the device's main
-stream waits until the pages may be overwritten. What comes back is checked by value.
+contiguous pinned memory. Also shown: the time that queueing takes the host, and the time for which the device's
+main stream waits until the pages may be overwritten. What comes back is checked by value.
 """
 
 import statistics

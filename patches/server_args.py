@@ -5,8 +5,11 @@ set them, and copies, `asdict`, pickles to the scheduler processes and `/server_
 `__init__`, which was generated before the fields existed, has to be hooked.
 """
 
+import argparse
 import dataclasses
-from typing import Annotated, Any, Optional
+import os
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, NoReturn, Optional
 
 from s3r_sglang.config import (
     CONFIG_ENV,
@@ -16,10 +19,10 @@ from s3r_sglang.config import (
     S3RConfig,
     flag_fields,
     is_self_sparse,
-    nearest,
     resolve,
     server_args_fields,
 )
+from s3r_sglang.faults import unknown
 
 
 def add_fields() -> None:
@@ -65,9 +68,7 @@ def init_with_s3r_fields(original_init, self, *args, **kwargs) -> None:
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(FIELD_PREFIX)}
     for name in ours:
         if name not in server_args_fields():
-            raise ConfigError(
-                f"Unknown argument '{name}'; did you mean '{nearest(name, server_args_fields())}'?"
-            )
+            raise ConfigError(_unknown("argument", name, server_args_fields()))
     if is_self_sparse(kwargs.get("speculative_algorithm")):
         _resolve_into(ours, kwargs)
     else:
@@ -99,9 +100,46 @@ def _resolve_into(ours: dict[str, Any], kwargs: dict[str, Any]) -> None:
     kwargs.update(block)
 
 
+def _unknown(kind: str, name: str, known: Collection[str]) -> str:
+    if name.lstrip("-").replace("-", "_") == f"{FIELD_PREFIX}draft_length":
+        return f"unknown {kind} {name!r}; the draft length is SGLang's --speculative-num-steps."
+    return unknown(kind, name, known)
+
+
+class _OneSentenceParser(argparse.ArgumentParser):
+    """Raises faults, before which argparse would print the usage of SGLang's 500 flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}.")
+
+
 def one_sentence_on_the_command_line(original, argv):
-    """Around `prepare_server_args`: a configuration fault ends the command with its sentence."""
+    """Around `prepare_server_args`: a wrong flag or a configuration fault ends the command with one sentence.
+
+    Command lines that have nothing of S3R are left to SGLang.
+    """
     try:
+        if any(word.startswith("--s3r-") or is_self_sparse(word.rpartition("=")[2]) for word in argv):
+            _check_flags(argv)
         return original(argv)
     except ConfigError as fault:
         raise SystemExit(f"error: {fault}") from None
+
+
+def _check_flags(argv: Sequence[str]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    if "--config" in argv:
+        # Its file may hold what is required here; SGLang merges the two.
+        return
+    parser = _OneSentenceParser(prog="sglang serve")
+    ServerArgs.add_cli_args(parser)
+    known, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if not word.startswith("-"):
+            raise ConfigError(f"'{word}' belongs to no flag.")
+        flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(ServerArgs)]
+        raise ConfigError(_unknown("flag", word.partition("=")[0], flags))
+    # Anything else may be a name on a hub, or an address.
+    if known.model_path.startswith(("/", ".", "~")) and not os.path.exists(known.model_path):
+        raise ConfigError(f"the model folder {known.model_path} does not exist.")

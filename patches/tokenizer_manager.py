@@ -47,7 +47,8 @@ def add_meta_info(_, manager, meta_info, recv_obj, i) -> None:
     """After `_calculate_spec_decoding_metrics`, which SGLang calls once per finished request."""
     from s3r_sglang.metrics import request_metrics
 
-    histogram = meta_info.get("spec_accept_histogram")
-    if histogram and is_self_sparse(manager.server_args.speculative_algorithm):
+    if is_self_sparse(manager.server_args.speculative_algorithm):
+        # Absent if no round was needed.
+        histogram = meta_info.get("spec_accept_histogram", [])
         context = recv_obj.prompt_tokens[i] + recv_obj.completion_tokens[i]
         meta_info.update(request_metrics(config_of(manager.server_args), histogram, context))

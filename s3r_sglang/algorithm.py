@@ -49,7 +49,14 @@ class S3RAlgorithm(CustomSpecAlgo):
         _disable_overlap_schedule_for_cpu(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
-        logger.info("S3R effective configuration: %s", config_of(server_args).model_dump_json())
+        config = config_of(server_args)
+        logger.info("S3R effective configuration: %s", config.model_dump_json())
+        if not config.faithful:
+            logger.warning(
+                "S3R mode direct: responses are sampled from the sparse policy, not from the dense one. This is "
+                "for ablations (arXiv 2610.13202, section 6.3); they carry s3r_faithful: false, and "
+                "log-probabilities are the sparse policy's."
+            )
 
 
 def worker_class(server_args: "ServerArgs") -> type:

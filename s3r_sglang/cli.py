@@ -3,12 +3,16 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
 
 from s3r_sglang.bench.command import bench, bench_kv
+from s3r_sglang.faults import unknown
 from s3r_sglang.rl_integration.data import command as data_command
 
 # Bars and import-time warnings of SGLang, transformers and torch would tear ours apart. They read these when
@@ -56,6 +60,8 @@ def model_fetch(
     quiet()
     from s3r_sglang import models, report
 
+    if name not in models.MODELS:
+        raise fail(unknown("model", name, models.MODELS))
     with report.progress(console) as bar:
         task = bar.add_task(name)
 
@@ -69,11 +75,25 @@ def model_fetch(
     print(folder)
 
 
-@app.command(context_settings=PASS_THROUGH)
+class ServeCommand(TyperCommand):
+    """Shows S3R's flags in its help, although SGLang parses them like its own."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        from s3r_sglang import launch
+
+        table = Table("flag", "meaning", title="S3R", title_justify="left", box=box.ROUNDED, expand=True)
+        for flag, meaning in launch.flags():
+            table.add_row(flag, meaning)
+        Console().print(table)
+
+
+@app.command(cls=ServeCommand, context_settings=PASS_THROUGH)
 def serve(ctx: typer.Context) -> None:
     """Start SGLang's server with self-sparse speculation and defaults for this device.
 
-    All arguments go to `python -m sglang.launch_server`; what you give wins over the defaults.
+    Needs --model-path MODEL. All arguments go to SGLang, and what you give wins over the defaults;
+    `sglang serve --help` lists its other flags. Ctrl-C ends it.
     """
     from s3r_sglang import launch
 
@@ -131,7 +151,9 @@ def rollout(
 
 @app.command()
 def recipe(
-    name: Annotated[str | None, typer.Argument(help="A recipe or a YAML file; none lists the recipes.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe or a YAML file; none lists the recipes.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as actor.adam.lr=1.0e-6.")
     ] = None,

@@ -1,11 +1,13 @@
 """Start SGLang with defaults that suit the device; whatever the user says wins."""
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from s3r_sglang import cpu
+from s3r_sglang.config import CONFIG_ENV, S3RConfig, flag_of, resolve, server_args_fields
 
 # SGLang sizes the KV pool to most of the machine's memory, which a CPU run on a workstation should not take.
 # 32K tokens of float32 take 1.4 GiB for SmolLM2-135M and 1.8 GiB for Qwen2.5-Coder-1.5B.
@@ -26,6 +28,22 @@ def arguments(argv: Sequence[str], on_gpu: bool, speculative: bool = True) -> li
             # Emulated bfloat16 is slow: on one AVX2 core, SmolLM2's LM head takes 1.38 s for 70 rows, not 0.42.
             defaults["dtype"] = "float32"
     return [*argv, *_missing(argv, defaults)]
+
+
+def flags() -> Iterator[tuple[str, str]]:
+    """S3R's flags with their descriptions, for help."""
+    yield "--s3r-config", f"YAML file, or the name of a shipped one; also {CONFIG_ENV}."
+    for name, field in S3RConfig.model_fields.items():
+        default = "" if field.default is None else f" Default: {str(field.default).lower()}."
+        yield flag_of(name), f"{field.description}{default}"
+
+
+def configuration(argv: Sequence[str]) -> S3RConfig:
+    """What the flags of S3R among arguments for SGLang mean, before anything starts; raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for field in (*server_args_fields(), "speculative_num_steps"):
+        parser.add_argument("--" + field.replace("_", "-"), nargs="?")
+    return resolve(vars(parser.parse_known_args(argv)[0]))
 
 
 def _without_speculation(argv: Sequence[str]) -> list[str]:
@@ -50,12 +68,12 @@ def _missing(argv: Sequence[str], defaults: dict[str, object]) -> list[str]:
 
 
 def serve(argv: Sequence[str]) -> NoReturn:
-    """Become `python -m sglang.launch_server` with `argv` and the defaults."""
+    """Become SGLang's launcher (s3r_sglang/commands/serve.py) with `argv` and the defaults."""
     on_gpu = cpu.has_gpu()
     environ = dict(os.environ)
     if not on_gpu:
         cpu.prepare(environ)
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments(argv, on_gpu)]
+    command = [sys.executable, "-m", "s3r_sglang.commands.serve", *arguments(argv, on_gpu)]
     # Replaces this process, so that signals and the exit status are the server's own.
     sys.stdout.flush()
     os.execve(command[0], command, environ)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the emitted tokens: the dense policy's, at the rollout temperature."""
+"""Log-probabilities of the emitted tokens: the dense policy's, at the rollout temperature; in mode direct q's."""
 
 from __future__ import annotations
 
@@ -36,8 +36,29 @@ def output_logprobs(
         logits_output.next_token_logprobs = logprobs.view(tokens.shape)
         return
     scaled = _scaled(logits, params, slice(None))
+    _report(batch, logits_output, tokens, torch.log_softmax(scaled, dim=-1))
+
+
+def sparse_logprobs(
+    batch: ScheduleBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor, q: torch.Tensor
+) -> None:
+    """The same for responses sampled straight from the sparse policy: log q, filters and greedy choice included.
+
+    Args:
+        tokens: [B, k + 1], see `s3r_sglang.sampling.keep_drafts`.
+        q: [B, k, V] fp32, what the first k tokens were sampled from.
+    """
+    # A row for the column that SGLang ignores.
+    _report(batch, logits_output, tokens, torch.nn.functional.pad(q, (0, 0, 0, 1)).log_())
+
+
+def _report(
+    batch: ScheduleBatch, logits_output: LogitsProcessorOutput, tokens: torch.Tensor, logprobs: torch.Tensor
+) -> None:
+    """Hand over `logprobs` [B, n, V], with the top and the named tokens that requests ask for."""
+    rows = logprobs.shape[1]
     result = OutputLogprobProcessor().compute_logprobs(
-        torch.log_softmax(scaled, dim=-1).flatten(0, 1),
+        logprobs.flatten(0, 1),
         [n for n in batch.top_logprobs_nums for _ in range(rows)],
         [ids for ids in batch.token_ids_logprobs for _ in range(rows)],
         tokens.flatten().long(),

@@ -28,19 +28,24 @@ def acceptance_by_position(histogram: Sequence[int], draft_length: int) -> list[
 def request_metrics(config: S3RConfig, histogram: Sequence[int], context: int) -> dict[str, Any]:
     """The `s3r_*` entries of a response's `meta_info`.
 
+    Mode direct accepts nothing and rejects nothing, so it reports no acceptance.
+
     Args:
         config: effective configuration.
         histogram: rounds by number of accepted drafts.
         context: prompt and output tokens so far.
     """
     rounds = sum(histogram)
-    accepted = sum(a * count for a, count in enumerate(histogram))
-    return {
+    entries: dict[str, Any] = {
+        "s3r_faithful": config.faithful,
         "s3r_rounds": rounds,
-        "s3r_accept_length": 1 + accepted / rounds if rounds else 0.0,
-        "s3r_acceptance_by_position": acceptance_by_position(histogram, config.draft_length),
         "s3r_budget": config.budget(context),
     }
+    if config.faithful and rounds:
+        accepted = sum(a * count for a, count in enumerate(histogram))
+        entries["s3r_accept_length"] = 1 + accepted / rounds
+        entries["s3r_acceptance_by_position"] = acceptance_by_position(histogram, config.draft_length)
+    return entries
 
 
 class RoundMetrics:
@@ -68,7 +73,7 @@ class RoundMetrics:
             batch[accepted] += 1
         self.histogram = [total + new for total, new in zip(self.histogram, batch, strict=True)]
         if self._exported is not None:
-            self._exported.add(batch, self.accept_length)
+            self._exported.add(batch, self.accept_length if self.config.faithful else None)
 
     @property
     def tokens(self) -> int:
@@ -86,9 +91,10 @@ class RoundMetrics:
         """What `/server_info` shows."""
         rounds, k = sum(self.histogram), self.config.draft_length
         by_position = acceptance_by_position(self.histogram, k)
-        return {
-            "rounds": rounds,
-            "draft_tokens": rounds * k,
+        counted = {"rounds": rounds, "draft_tokens": rounds * k}
+        if not self.config.faithful:
+            return counted
+        return counted | {
             "accept_length": self.accept_length,
             "accept_rate": sum(by_position) / k,
             "acceptance_by_position": by_position,
@@ -113,10 +119,13 @@ class _Exported:
             multiprocess_mode="mostrecent",
         )
 
-    def add(self, batch: Sequence[int], accept_length: float) -> None:
+    def add(self, batch: Sequence[int], accept_length: float | None) -> None:
+        """Add one round of a batch; without an accept length, nothing was verified."""
         rounds = sum(batch)
         self.rounds.inc(rounds)
         self.drafted.inc(rounds * self.draft_length)
+        if accept_length is None:
+            return
         for position, counter in enumerate(self.accepted, start=1):
             counter.inc(sum(batch[position:]))
         self.accept_length.set(accept_length)

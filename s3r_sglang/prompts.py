@@ -14,6 +14,20 @@ class PromptError(ValueError):
     """A prompt is unusable; for a row of a file, the message begins with file and line."""
 
 
+class FilePrompt(Prompt):
+    """A row of a prompt file: a prompt, or one with the two keys that trainers read, for its metadata."""
+
+    answer: Any = None
+    datasource: Any = None
+
+    def as_prompt(self) -> Prompt:
+        """The prompt with the two keys in its metadata."""
+        keys = {
+            name: getattr(self, name) for name in ("answer", "datasource") if name in self.model_fields_set
+        }
+        return self.model_copy(update={"metadata": (self.metadata or {}) | keys or None})
+
+
 @dataclass(frozen=True)
 class Row:
     """A prompt and its place, `file:line`."""
@@ -36,6 +50,8 @@ class EncodedPrompt:
 def load(path: Path) -> list[Row]:
     """Read a prompt file: each row is what `/s3r/rollout` takes as a prompt; blank lines are skipped.
 
+    A row of `s3r data prepare` also has the keys `answer` and `datasource`, which go into the metadata.
+
     Raises:
         PromptError: unreadable file, no rows, a malformed row, an unknown key, or an id that occurs twice.
     """
@@ -56,9 +72,9 @@ def load(path: Path) -> list[Row]:
 
 def _parse(where: str, line: str) -> Row:
     try:
-        return Row(where, Prompt.model_validate_json(line))
+        return Row(where, FilePrompt.model_validate_json(line).as_prompt())
     except ValidationError as error:
-        raise PromptError(f"{where}: {sentence(error, Prompt)}") from None
+        raise PromptError(f"{where}: {sentence(error, FilePrompt)}") from None
 
 
 def encode(rows: list[Row], tokenizer: Any, context_length: int, max_new_tokens: int) -> list[EncodedPrompt]:

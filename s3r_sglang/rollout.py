@@ -51,7 +51,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Response:
-    """One row of the output file; `rounds` and `accept_length` are null without speculation."""
+    """One row of the output file.
+
+    `rounds` is null without speculation, `accept_length` without verification. `faithful` says whether the
+    response has the dense policy's law; if not (mode direct), `logprobs` are those of the sparse policy.
+    """
 
     prompt_id: str | int
     group_index: int
@@ -62,6 +66,7 @@ class Response:
     finish_reason: str
     rounds: int | None
     accept_length: float | None
+    faithful: bool
     metadata: dict[str, Any] | None
 
 
@@ -195,6 +200,7 @@ async def _respond(engine: Any, job: Job, prompt: int, sample: int) -> tuple[Res
         finish_reason=reason["type"],
         rounds=meta.get("s3r_rounds"),
         accept_length=meta.get("s3r_accept_length"),
+        faithful=meta.get("s3r_faithful", True),
         metadata=source.metadata,
     )
-    return response, meta.get("spec_accept_histogram", [])
+    return response, meta.get("spec_accept_histogram", []) if response.faithful else []

@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "draft_sample",
+    "keep_drafts",
     "request_seed",
     "sample_target",
     "target_probs",
@@ -200,6 +201,23 @@ def verify_sample(
         )
     p = target_probs(logits, params, repeat=num_drafts + 1)
     return kernels.verify_sample(p.view(batch_size, -1, vocab_size), draft_tokens, q, seeds, rounds)
+
+
+def keep_drafts(draft_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Emit the drafts as they are: samples of the sparse policy, not of the target.
+
+    The ablation of arXiv 2610.13202, section 6.3. No token follows the last draft, because none was sampled
+    from the sparse policy for that position.
+
+    Args:
+        draft_tokens: [B, k] int64.
+
+    Returns:
+        What `verify_sample` returns: tokens [B, k + 1] int32, the drafts and a zero; accept_lens [B] int32, k.
+    """
+    batch_size, num_drafts = draft_tokens.shape
+    tokens = torch.nn.functional.pad(draft_tokens, (0, 1)).to(torch.int32)
+    return tokens, torch.full((batch_size,), num_drafts, dtype=torch.int32, device=draft_tokens.device)
 
 
 def sample_target(

@@ -17,10 +17,10 @@ from s3r_sglang.attention import DenseAttention, SparseAttention
 from s3r_sglang.config import config_of
 from s3r_sglang.draft import Drafter
 from s3r_sglang.graphs import GraphedDrafter
-from s3r_sglang.logprobs import output_logprobs
+from s3r_sglang.logprobs import output_logprobs, sparse_logprobs
 from s3r_sglang.metrics import RoundMetrics
 from s3r_sglang.plugin import assert_installed
-from s3r_sglang.sampling import SamplingParams, sample_target, verify_sample
+from s3r_sglang.sampling import SamplingParams, keep_drafts, sample_target, verify_sample
 from s3r_sglang.seeds import RequestSeeds
 from s3r_sglang.sglang_symbols import (
     BaseSpecWorker,
@@ -69,10 +69,13 @@ class S3RWorker(BaseSpecWorker):
         with self._timed("verify"):
             result = verify(self.target_worker, batch, block, draft)
         with self._timed("sample"):
-            logits = result.logits_output.next_token_logits
-            tokens, accept_lens = verify_sample(
-                logits, draft.tokens, draft.probs, params, block.seeds, block.start
-            )
+            if self.config.faithful:
+                logits = result.logits_output.next_token_logits
+                tokens, accept_lens = verify_sample(
+                    logits, draft.tokens, draft.probs, params, block.seeds, block.start
+                )
+            else:
+                tokens, accept_lens = keep_drafts(draft.tokens)
         if self.probe is not None:
             tokens, accept_lens = self.probe.impose(
                 tokens, accept_lens, draft.tokens, block.seeds, block.start
@@ -80,8 +83,10 @@ class S3RWorker(BaseSpecWorker):
         new_seq_lens = block.start + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        if batch.return_logprob:
+        if batch.return_logprob and self.config.faithful:
             output_logprobs(batch, result.logits_output, tokens, params)
+        elif batch.return_logprob:
+            sparse_logprobs(batch, result.logits_output, tokens, draft.probs)
         bonus = tokens.gather(1, (accept_lens - 1).long()[:, None]).squeeze(1)
         batch.forward_mode = ForwardMode.DECODE
         return self._finish(result, tokens.flatten(), accept_lens, new_seq_lens, bonus)

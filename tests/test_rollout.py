@@ -35,7 +35,7 @@ DEMO = Path(prompts.__file__).parent / "data" / "demo_prompts.jsonl"
         ('{"id": 1, "token_ids": [1, -2]}', r"token_ids\.1: must be greater than or equal to 0"),
         ('{"id": 1, "token_ids": [1, true]}', r"token_ids\.1: must be a valid integer"),
         ('{"id": 1, "promt": "x"}', "unknown field 'promt'; did you mean 'prompt'"),
-        ('{"id": 1, "prompt": "x", "answer": "4"}', "unknown field 'answer'; known: id, .*metadata"),
+        ('{"id": 1, "prompt": "x", "label": "4"}', "unknown field 'label'; known: answer, .*metadata"),
         ('{"id": 0, "prompt": "x"}', "id 0 was used before, at .*:1"),
     ],
 )
@@ -53,6 +53,20 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
         prompts.load(tmp_path / "empty.jsonl")
     with pytest.raises(PromptError, match="cannot be read"):
         prompts.load(tmp_path / "missing.jsonl")
+
+
+def test_what_trainers_read_goes_into_the_metadata(tmp_path):
+    lines = [
+        {"id": 1, "prompt": "x", "answer": 4, "datasource": "sums", "metadata": {"level": 2}},
+        {"id": 2, "prompt": "x", "answer": None},
+        {"id": 3, "prompt": "x"},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [row.prompt.metadata for row in prompts.load(tmp_path / "prompts.jsonl")] == [
+        {"level": 2, "answer": 4, "datasource": "sums"},
+        {"answer": None},
+        None,
+    ]
 
 
 def test_the_demo_prompts_load():
@@ -149,7 +163,7 @@ def test_the_seeds_are_those_of_the_service():
 
 def test_totals_follow_from_the_histogram():
     summary = Summary(seconds=4.0)
-    row = Response("a", 0, [1], [1] * 10, "", [0.0] * 10, "length", 3, 3.0, None)
+    row = Response("a", 0, [1], [1] * 10, "", [0.0] * 10, "length", 3, 3.0, True, None)
     summary.add(row, [1, 0, 2])
     summary.add(row, [0, 0, 0, 1])
     assert (summary.responses, summary.tokens, summary.rounds) == (2, 20, 4)
@@ -161,7 +175,7 @@ def test_totals_follow_from_the_histogram():
 
 def test_totals_without_speculation_have_no_accept_length():
     summary = Summary()
-    summary.add(Response("a", 0, [1], [1], "", [0.0], "stop", None, None, None), [])
+    summary.add(Response("a", 0, [1], [1], "", [0.0], "stop", None, None, True, None), [])
     assert summary.accept_length is None
     assert summary.tokens_per_second == 0.0
 
@@ -224,6 +238,7 @@ def test_the_rows_of_a_group_are_together_and_groups_come_as_they_finish():
         "finish_reason": "stop",
         "rounds": None,
         "accept_length": None,
+        "faithful": True,
         "metadata": {"answer": "b"},
     }
     assert len(seen) == summary.responses == 12

@@ -7,9 +7,10 @@ from typing import Any
 from rich.console import Console
 
 from s3r_sglang import cpu, launch, prompts, report
+from s3r_sglang.config import ConfigError
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary, run
 
-FAULTS = (prompts.PromptError, RolloutError, FileExistsError, FileNotFoundError)
+FAULTS = (prompts.PromptError, RolloutError, ConfigError, FileExistsError, FileNotFoundError)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     """Run the command; raises one of `FAULTS` with a message for the user."""
     if request.out.exists() and not request.force:
         raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
+    if request.compare and not launch.configuration(engine_argv).faithful:
+        raise ConfigError(
+            "--compare shows two engines that sample from one law, and responses of --s3r-mode direct have "
+            "another: drop one of the two"
+        )
     job = Job(
         _encoded_prompts(request), request.group_size, request.sampling, request.seed, request.concurrency
     )

@@ -106,7 +106,7 @@ async def sample(manager: Any, group: Plan, rid: str, updates: int, draft_length
         if reason["type"] not in ("stop", "length"):
             message = reason.get("message") or reason["type"]
             return GroupError(prompt_id=group.prompt.id, prompt_index=group.index, message=message)
-    histogram = _sum(output["meta_info"].get("spec_accept_histogram", []) for output in outputs)
+    histogram = _sum(_verified(output["meta_info"]) for output in outputs)
     return Group(
         prompt_id=group.prompt.id,
         prompt_index=group.index,
@@ -117,6 +117,7 @@ async def sample(manager: Any, group: Plan, rid: str, updates: int, draft_length
         weight_version=version,
         weight_updates=updates,
         seed=group.sampling["sampling_seed"],
+        faithful=all(output["meta_info"].get("s3r_faithful", True) for output in outputs),
         accept_length=accept_length(histogram),
         acceptance_by_position=acceptance_by_position(histogram, draft_length),
     )
@@ -128,13 +129,17 @@ def accept_length(histogram: list[int]) -> float | None:
     return 1 + sum(a * count for a, count in enumerate(histogram)) / rounds if rounds else None
 
 
+def _verified(meta: dict[str, Any]) -> list[int]:
+    """Rounds of a response by accepted drafts; none if drafts were emitted without verification."""
+    return meta.get("spec_accept_histogram", []) if meta.get("s3r_faithful", True) else []
+
+
 def _sum(histograms: Any) -> list[int]:
     return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
 
 
 def _response(index: int, output: dict[str, Any]) -> Response:
     meta = output["meta_info"]
-    histogram = meta.get("spec_accept_histogram", [])
     return Response(
         index=index,
         token_ids=[token for _, token, *_ in meta["output_token_logprobs"]],
@@ -142,6 +147,6 @@ def _response(index: int, output: dict[str, Any]) -> Response:
         logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
         finish_reason=meta["finish_reason"]["type"],
         truncated=meta["finish_reason"]["type"] == "length",
-        rounds=sum(histogram),
-        accept_length=accept_length(histogram),
+        rounds=meta.get("s3r_rounds", 0),
+        accept_length=accept_length(_verified(meta)),
     )

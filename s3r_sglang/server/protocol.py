@@ -132,10 +132,11 @@ class Response(BaseModel):
     Attributes:
         index: place in the group, 0 … group_size - 1.
         token_ids: generated tokens, the stop token included.
-        logprobs: one per token, of the dense policy at the rollout temperature.
+        logprobs: one per token, of the dense policy at the rollout temperature; in mode direct, of the sparse
+            policy that the token was sampled from, filters included, except for the first token, which is dense.
         truncated: whether a length limit ended it; its finish_reason is then "length".
         rounds: rounds that it took.
-        accept_length: tokens per round, bonus token included; None if no round was needed.
+        accept_length: tokens per round, bonus token included; None if no round was needed, and in mode direct.
     """
 
     index: int
@@ -159,6 +160,8 @@ class Group(BaseModel):
         weight_version: the label of the weights that all tokens were sampled from.
         weight_updates: number of weight updates that the server had taken by then; differs if and only if
             the weights may, also for trainers that set no label.
+        faithful: whether the responses have the dense policy's law; false in mode direct, where they are samples
+            of the sparse policy.
         accept_length: tokens per round over the group (τ), bonus token included.
         acceptance_by_position: share of rounds in which the draft token at position 1 … k was accepted.
     """
@@ -173,6 +176,7 @@ class Group(BaseModel):
     weight_version: str
     weight_updates: int
     seed: int | None
+    faithful: bool
     accept_length: float | None
     acceptance_by_position: list[float]
 

@@ -1,6 +1,7 @@
 """Models and engines for the end-to-end tests: everything runs through SGLang's real engine."""
 
 import contextlib
+import importlib.util
 import json
 import pydoc_data.topics
 import socket
@@ -98,6 +99,16 @@ def unused_port() -> int:
 def write_llama():
     """See `make_tiny_llama`."""
     return make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def gate():
+    """The module `test_exactness`; tests are not importable as a package."""
+    path = Path(__file__).with_name("test_exactness.py")
+    spec = importlib.util.spec_from_file_location("exactness_gate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

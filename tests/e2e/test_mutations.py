@@ -7,9 +7,6 @@ Noise keyed by position instead of by round biases this gate too little to be se
 case of `tests/stages/test_sampling.py` shows it.
 """
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,16 +14,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the bugs are planted in the PyTorch references"),
 ]
-
-
-@pytest.fixture(scope="module")
-def gate():
-    """The module `test_exactness`; tests are not importable as a package."""
-    path = Path(__file__).with_name("test_exactness.py")
-    spec = importlib.util.spec_from_file_location("exactness_gate", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

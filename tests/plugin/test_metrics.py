@@ -18,11 +18,30 @@ def test_acceptance_by_position_is_the_survival_of_the_histogram():
 def test_request_metrics():
     metrics = request_metrics(S3RConfig(draft_length=2), [1, 1, 2], context=8000)
     assert metrics == {
+        "s3r_faithful": True,
         "s3r_rounds": 4,
         "s3r_accept_length": 1 + 5 / 4,
         "s3r_acceptance_by_position": [0.75, 0.5],
         "s3r_budget": 400,
     }
+
+
+def test_a_response_without_rounds_has_no_acceptance():
+    metrics = request_metrics(S3RConfig(), [], context=8)
+    assert metrics == {"s3r_faithful": True, "s3r_rounds": 0, "s3r_budget": 8}
+
+
+def test_mode_direct_reports_rounds_and_no_acceptance(monkeypatch):
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    direct = S3RConfig(mode="direct", draft_length=3)
+    assert request_metrics(direct, [0, 0, 5], context=8000) == {
+        "s3r_faithful": False,
+        "s3r_rounds": 5,
+        "s3r_budget": 400,
+    }
+    totals = RoundMetrics(direct)
+    totals.record([2, 2])
+    assert totals.summary() == {"rounds": 2, "draft_tokens": 6}
 
 
 def test_round_metrics_add_up_over_rounds(monkeypatch):

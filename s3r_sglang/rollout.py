@@ -10,6 +10,7 @@ from typing import IO, Any
 from s3r_sglang.metrics import acceptance_by_position
 from s3r_sglang.prompts import EncodedPrompt
 from s3r_sglang.requests import seed_of_sample
+from s3r_sglang.scheduler.stats import KVStats
 from s3r_sglang.server.protocol import group_seed
 
 WARM_UP_TOKENS = 16
@@ -72,12 +73,18 @@ class Response:
 
 @dataclass
 class Summary:
-    """Totals of a job. `histogram[a]` counts the rounds that accepted exactly a drafts."""
+    """Totals of a job.
+
+    Attributes:
+        histogram: histogram[a] counts the rounds that accepted exactly a drafts.
+        kv: KV scheduling of each replica, since it started; see `kv_stats`.
+    """
 
     responses: int = 0
     tokens: int = 0
     seconds: float = 0.0
     histogram: list[int] = field(default_factory=list)
+    kv: list[KVStats] = field(default_factory=list)
 
     def add(self, response: Response, histogram: list[int]) -> None:
         """Count one finished response."""
@@ -136,6 +143,12 @@ def run(
         raise _first(failures) from None
     summary.seconds = time.perf_counter() - start
     return summary
+
+
+def kv_stats(engine: Any) -> list[KVStats]:
+    """KV scheduling of each replica of a running `sgl.Engine`; none without self-sparse decoding."""
+    states = engine.get_server_info()["internal_states"]
+    return [KVStats(**state["s3r"]["kv"]) for state in states if "s3r" in state]
 
 
 def _first(failure: BaseException) -> BaseException:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from s3r_sglang import cpu, launch, prompts, report
 from s3r_sglang.config import ConfigError
-from s3r_sglang.rollout import Job, Response, RolloutError, Summary, run
+from s3r_sglang.rollout import Job, Response, RolloutError, Summary, kv_stats, run
 
 FAULTS = (prompts.PromptError, RolloutError, ConfigError, FileExistsError, FileNotFoundError)
 
@@ -60,6 +60,8 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     out = Console()
     out.print(report.summary_table(columns, draft_length))
     out.print(report.acceptance_table(summary.acceptance(draft_length)))
+    for replica, stats in enumerate(summary.kv):
+        out.print(f"KV of replica {replica}: {stats.line()}", highlight=False)
     for response in examples.values():
         out.print(report.excerpt(response), markup=False, highlight=False)
 
@@ -96,6 +98,7 @@ def _run(
                 on_response(response)
 
             summary = run(engine, job, file, advance)
+            summary.kv = kv_stats(engine)
     finally:
         engine.shutdown()
     return summary, engine.server_args.speculative_num_steps or 0

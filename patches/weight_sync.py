@@ -1,12 +1,17 @@
 """Weight updates, sleep and wake, in the main process: the snapshot rule, whoever asks for the change."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 from s3r_sglang.config import is_self_sparse
 
 # How long a release waits for the scheduler to finish the round in flight when all responses are already out.
 IDLE_SECONDS = 10.0
+
+# The manager whose weights this task is updating.
+_updating: ContextVar[Any] = ContextVar("s3r_updating", default=None)
 
 
 def _applies(manager: Any) -> bool:
@@ -20,7 +25,8 @@ def _wants_wait(request: Any) -> bool:
 async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, request=None):
     """Around `update_weights_from_*`: with no group in flight, and not while the weights are released.
 
-    A paused engine never finishes its groups, so `wait=true` would not end there.
+    Plain requests are SGLang's to wait for: it takes its writer lock, see `acquire_writer`. It does not on a
+    paused engine, which never finishes what it holds; `wait=true` would not end there.
 
     Raises:
         Refused: 409, which SGLang's endpoints return.
@@ -40,8 +46,28 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     async with gate.exclusive(wait=aborts or _wants_wait(request)):
         # Counted before the outcome is known: an update that failed half-way has changed weights too.
         gate.weight_updates += 1
-        await settle(manager)
-        return await original(manager, obj, request)
+        if manager.is_pause:
+            await settle(manager)
+        token = _updating.set(manager)
+        try:
+            return await original(manager, obj, request)
+        finally:
+            _updating.reset(token)
+
+
+async def acquire_writer(original: Callable[..., Awaitable[None]], lock) -> None:
+    """Around `RWLock.acquire_writer`: an update that has waited for all requests also waits for the scheduler.
+
+    From here on no request can reach it until the lock is free again.
+    """
+    await original(lock)
+    manager = _updating.get()
+    if manager is not None:
+        try:
+            await settle(manager)
+        except BaseException:
+            await lock.release_writer()
+            raise
 
 
 async def release_memory(original: Callable[..., Awaitable[Any]], manager, obj, request=None):
@@ -56,11 +82,13 @@ async def release_memory(original: Callable[..., Awaitable[Any]], manager, obj, 
         return await original(manager, obj, request)
     gate = gate_of(manager)
     tags = _tags(obj)
-    async with gate.exclusive(_wants_wait(request)):
-        if not await settle(manager):
-            raise Refused(409, "Requests are in progress: abort them or wait before releasing memory.")
-        gate.sleeping |= tags
-        return await original(manager, obj, request)
+    wait = _wants_wait(request)
+    async with gate.exclusive(wait):
+        if manager.rid_to_state and not wait and not manager.is_pause:
+            raise Refused(409, "Requests are in progress: abort them, or add ?wait=true.")
+        async with _without_requests(manager):
+            gate.sleeping |= tags
+            return await original(manager, obj, request)
 
 
 async def resume_memory(original: Callable[..., Awaitable[Any]], manager, obj, request=None):
@@ -75,15 +103,32 @@ async def resume_memory(original: Callable[..., Awaitable[Any]], manager, obj, r
     return result
 
 
-async def settle(manager) -> bool:
-    """Wait until the scheduler is idle, and drop its prefix cache; False if requests are in progress.
+@contextlib.asynccontextmanager
+async def _without_requests(manager) -> AsyncIterator[None]:
+    """An idle scheduler that no request can reach: on a paused engine, or under the lock that requests share."""
+    async with contextlib.nullcontext() if manager.is_pause else manager.model_update_lock.writer_lock:
+        await settle(manager)
+        yield
+
+
+async def settle(manager) -> None:
+    """Wait until every scheduler is idle, and drop its prefix cache.
 
     The last response is out before the scheduler has dropped its last batch, and under overlap scheduling one
     more round is in flight. An update or release that arrives just then fails an assertion and ends the server.
+
+    Raises:
+        Refused: 409 if a scheduler still has requests after `IDLE_SECONDS`, as those of a paused engine.
     """
-    if manager.rid_to_state:
-        return False
-    return (await manager.flush_cache(timeout_s=IDLE_SECONDS)).success
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    from s3r_sglang.server.gate import Refused
+
+    replies = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=IDLE_SECONDS))
+    if not all(reply.success for reply in replies):
+        raise Refused(
+            409, "The engine holds unfinished requests, which must end under their weights: abort them first."
+        )
 
 
 def _tags(obj) -> set[str]:

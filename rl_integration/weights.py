@@ -6,13 +6,17 @@ from weights that are partly old. An update that fails leaves the session open f
 """
 
 import base64
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import httpx
 import torch
+import torch.multiprocessing  # teaches ForkingPickler to send tensors
+from s3r_sglang.rl_integration.process_group import init_process_group
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -77,13 +81,17 @@ class WeightSender:
             WeightSyncError: a server refused or failed.
         """
         sessions = self._begin(wait)
-        tp_sizes = [self._get(url, "/server_info")["tp_size"] for url in self.urls]
+        tp_sizes = self._tp_sizes()
         for bucket in buckets(parameters, self.bucket_bytes):
             payload = serialize(bucket)
             for url, tp_size in zip(self.urls, tp_sizes, strict=True):
                 body = {"serialized_named_tensors": [payload] * tp_size, "flush_cache": False}
                 self._post(url, "/update_weights_from_tensor", body)
         self._commit(sessions, version)
+
+    def _tp_sizes(self) -> list[int]:
+        # Not from /server_info, which takes another key where the server has two.
+        return [self._get(url, "/s3r/weights")["tp_size"] for url in self.urls]
 
     def _begin(self, wait: bool) -> list[str]:
         query = "?wait=true" if wait else ""
@@ -138,11 +146,9 @@ class DistributedSender(WeightSender):
         group_name: str = "s3r_weights",
         **options: Any,
     ) -> None:
-        from sglang.srt.utils import init_custom_process_group
-
         super().__init__(urls, **options)
         self._group_name = group_name
-        tp_sizes = [self._get(url, "/server_info")["tp_size"] for url in self.urls]
+        tp_sizes = self._tp_sizes()
         common = {
             "master_address": address,
             "master_port": port,
@@ -153,12 +159,8 @@ class DistributedSender(WeightSender):
         bodies = [{**common, "rank_offset": 1 + sum(tp_sizes[:i])} for i in range(len(tp_sizes))]
         with ThreadPoolExecutor(len(self.urls)) as pool:
             joins = self._submit(pool, "/init_weights_update_group", bodies)
-            self._group = init_custom_process_group(
-                backend=backend,
-                init_method=f"tcp://{address}:{port}",
-                world_size=common["world_size"],
-                rank=0,
-                group_name=group_name,
+            self._group = init_process_group(
+                backend, address, port, world_size=common["world_size"], rank=0, name=group_name
             )
             for join in joins:
                 join.result()
@@ -212,12 +214,12 @@ def buckets(parameters: NamedTensors, size: int) -> Iterator[list[tuple[str, tor
 def serialize(bucket: list[tuple[str, torch.Tensor]]) -> str:
     """Base64 text in SGLang's format: CUDA IPC handles of GPU tensors, the bytes of CPU tensors.
 
-    SGLang's own serializer would put CPU tensors into shared memory by file descriptor, which the server can
-    fetch only while the sender answers, and not from another machine.
+    SGLang's own serializer, which is the first half of this, would put CPU tensors into shared memory by file
+    descriptor, which the server can fetch only while the sender answers, and not from another machine.
     """
     if any(tensor.is_cuda for _, tensor in bucket):
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        return MultiprocessingSerializer.serialize(bucket, output_str=True)
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(bucket)
+        return base64.b64encode(buffer.getvalue()).decode()
     # A view would carry the whole storage it looks at.
     return base64.b64encode(pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])).decode()

@@ -49,6 +49,7 @@ def test_data_files_are_in_the_wheel(wheel_names):
     assert {
         "s3r_sglang/py.typed",
         "s3r_sglang/data/demo_prompts.jsonl",
+        "s3r_sglang/server/static/index.html",
         "s3r_sglang/patches/INVENTORY.md",
         "s3r_sglang/configs/default.yaml",
     } <= set(wheel_names)

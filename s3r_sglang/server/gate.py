@@ -55,6 +55,12 @@ class Gate:
         if self.sleeping:
             raise asleep(self.sleeping)
 
+    def refuse_generation(self) -> None:
+        """Raise Refused (503) if nothing may be sampled now: asleep, or the weights may be partly updated."""
+        self.refuse_if_asleep()
+        if self.session is not None:
+            raise Refused(503, "The weights are being updated: retry later.")
+
     async def enter(self, groups: int) -> None:
         """Admit `groups` groups at once, so that they share one snapshot; waits for a weight update to end.
 

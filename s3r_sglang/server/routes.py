@@ -16,7 +16,7 @@ from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
 from s3r_sglang.server.gate import Gate, Refused, gate_of
 from s3r_sglang.server.jobs import Job
-from s3r_sglang.server.middleware import GateMiddleware, error
+from s3r_sglang.server.middleware import GateMiddleware, PageMiddleware, StreamErrorMiddleware, error
 from s3r_sglang.server.protocol import (
     MAX_BODY_BYTES,
     RolloutRequest,
@@ -90,13 +90,17 @@ class Service:
             job.abort()
         return Response(RolloutResponse(groups=results).model_dump_json(), media_type="application/json")
 
-    async def statistics(self) -> JSONResponse:
+    async def statistics(self) -> Response:
         """Groups, acceptance, weight version and engine load of this replica."""
+        from sglang.srt.utils.json_response import orjson_response
+
         loads = await self.manager.get_loads(include=["core"])
         engines = [] if self.gate.sleeping else await self.manager.get_internal_state()
-        return JSONResponse(
+        # SGLang's loads hold numbers of NumPy's types, which the standard JSON encoder refuses.
+        return orjson_response(
             {
                 "status": self._status(),
+                "model": self.manager.served_model_name,
                 "groups_in_flight": self.gate.in_flight,
                 "groups_held": self.gate.held,
                 "max_groups": self.gate.max_groups,
@@ -122,6 +126,17 @@ class Service:
             return error(503, "The server is starting, stopping or unhealthy.")
         status = self._status()
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+
+    def weights(self) -> JSONResponse:
+        """What a sender of weights has to know: label, updates so far, and ranks that each need the tensors."""
+        return JSONResponse(
+            {
+                "weight_version": self.manager.config_value("weight_version"),
+                "weight_updates": self.gate.weight_updates,
+                "updating": self.gate.session is not None,
+                "tp_size": self.manager.server_args.tp_size,
+            }
+        )
 
     async def begin_update(self, wait: bool = False) -> Response:
         """Close the gate for a weight update in several requests; 409 while groups are in flight."""
@@ -166,6 +181,11 @@ def mount(app: FastAPI, state: Any) -> None:
     async def ready() -> Response:
         return await service.ready()
 
+    @router.get("/weights")
+    @admin
+    async def weights() -> Response:
+        return service.weights()
+
     @router.post("/weights/begin")
     @admin
     async def begin(wait: bool = False) -> Response:
@@ -177,8 +197,11 @@ def mount(app: FastAPI, state: Any) -> None:
         return await service.commit_update(request)
 
     app.include_router(router)
-    # Last in the list is innermost: behind SGLang's authentication, which comes first.
-    app.user_middleware.append(Middleware(GateMiddleware, gate=service.gate))
+    # First in the list is outermost: the page, which holds nothing but its code, is in front of SGLang's
+    # authentication, because a browser cannot send a key before there is a page to ask for it.
+    app.user_middleware.insert(0, Middleware(PageMiddleware))
+    # The last are innermost: behind the authentication.
+    app.user_middleware += [Middleware(StreamErrorMiddleware), Middleware(GateMiddleware, gate=service.gate)]
 
 
 def _body_schema(model: type[Strict]) -> dict[str, Any]:

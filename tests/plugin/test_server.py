@@ -122,6 +122,30 @@ def test_openai_endpoint_refuses_with_400(url, body, sentence):
     assert sentence in response.json()["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("generate", {**PROMPT, "sampling_params": {**SAMPLING, "min_new_tokens": 2}}),
+        ("v1/completions", {"model": "default", "prompt": "t5 t6", "presence_penalty": 0.5}),
+        (
+            "v1/chat/completions",
+            {"model": "default", "messages": [{"role": "user", "content": "t5"}], "presence_penalty": 0.5},
+        ),
+    ],
+)
+def test_a_refused_stream_has_status_400_and_a_served_one_has_events(url, path, body):
+    refused = httpx.post(f"{url}/{path}", json={**body, "stream": True}, timeout=120)
+    assert refused.status_code == 400, refused.text
+    assert refused.headers["content-type"] == "application/json"
+    assert "does not support" in refused.json()["error"]["message"]
+    body = {**body, "sampling_params": SAMPLING} if path == "generate" else {**body, "presence_penalty": 0}
+    with httpx.stream("POST", f"{url}/{path}", json={**body, "stream": True}, timeout=120) as served:
+        lines = [line for line in served.iter_lines() if line]
+    assert served.headers["content-type"].startswith("text/event-stream")
+    assert (served.status_code, lines[-1]) == (200, "data: [DONE]")
+    assert len(lines) > 2
+
+
 def test_a_refused_request_leaves_the_server_working(url):
     assert generate(url, sampling_params={**SAMPLING, "repetition_penalty": 1.5}).status_code == 400
     assert generate(url).json()["meta_info"]["completion_tokens"] == SAMPLING["max_new_tokens"]

@@ -43,3 +43,9 @@ def start(model, tmp_path_factory):
 def server(start):
     """One server, shared by the tests; whoever changes its weights changes them back."""
     return start("--enable-metrics", env={"S3R_MAX_GROUPS": "64", "S3R_MAX_BODY_BYTES": "1000000"}).wait()
+
+
+@pytest.fixture(scope="session")
+def locked(start):
+    """A server with two API keys. The last test of its last module kills it."""
+    return start("--api-key", "user-key", "--admin-api-key", "admin-key").wait(key="user-key")

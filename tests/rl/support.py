@@ -67,6 +67,7 @@ class Server:
     """A server process of its own process group."""
 
     def __init__(self, model, folder, *flags, env=None, port=None):
+        self.model = model
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(folder) / f"server-{self.port}.log"
@@ -96,12 +97,13 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait(self, seconds=600):
+    def wait(self, seconds=600, key=None):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-5000:]
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/s3r/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/s3r/ready", headers=headers, timeout=5).status_code == 200:
                     return self
             time.sleep(0.5)
         pytest.fail(self.log.read_text()[-5000:])

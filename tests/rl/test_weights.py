@@ -1,5 +1,6 @@
 """Weight updates in all three ways, the snapshot rule, and sleep and wake, on a real server."""
 
+import concurrent.futures
 import threading
 import time
 
@@ -129,6 +130,54 @@ def test_a_waiting_update_holds_new_groups_back(fresh, other_model):
     assert update_result[0].status_code == 200
     assert old_result[0].json()["groups"][0]["weight_version"] == "first"
     assert late_result[0].json()["groups"][0]["weight_version"] == "second"
+
+
+def plain_greedy(server, number):
+    """Greedy continuation by SGLang's own endpoint."""
+    body = {
+        "input_ids": prompt(number)["token_ids"],
+        "sampling_params": {**SAMPLING, "temperature": 0.0},
+    }
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return number, response.json()["output_ids"]
+
+
+def test_updates_between_plain_requests_wait_for_them_and_mix_no_weights(fresh, model, other_model):
+    """SGLang's scheduler asserts that it is idle and ends otherwise: the last batch outlives the last response."""
+    folders, done, answers = [other_model[0], model[0]] * 6, threading.Event(), []
+
+    def ask(number):
+        while not done.is_set():
+            answers.append(plain_greedy(fresh, number))
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(ask, number) for number in range(3)]
+        for folder in folders:
+            body = {"model_path": str(folder)}
+            update = httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=120)
+            assert update.status_code == 200, update.text
+            time.sleep(0.1)
+        done.set()
+        for client in clients:
+            client.result()
+    policies = {n: [dense_greedy(weights, n) for _, weights in (model, other_model)] for n in range(3)}
+    used = [policies[number].index(tokens) for number, tokens in answers]
+    assert set(used) == {0, 1}
+
+
+def test_a_paused_engine_with_requests_takes_no_weights(fresh, other_model):
+    body = {"input_ids": [2, 3], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    thread, result = background(lambda: httpx.post(f"{fresh.url}/generate", json=body, timeout=300))
+    wait_until(lambda: stats(fresh)["engine"][0]["num_running_reqs"] == 1)
+    httpx.post(f"{fresh.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+    update = {"model_path": str(other_model[0])}
+    refused = httpx.post(f"{fresh.url}/update_weights_from_disk", json=update, timeout=60)
+    assert (refused.status_code, "holds unfinished requests" in refused.text) == (409, True)
+    httpx.post(f"{fresh.url}/continue_generation", json={}, timeout=60).raise_for_status()
+    thread.join()
+    assert len(result[0].json()["output_ids"]) == 400
+    assert groups(fresh)[0]["weight_version"] == "first"
 
 
 def test_nothing_is_sampled_from_weights_that_are_partly_new(fresh, other_model):

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict
 KINDS = {
     "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|softmax_warp|cunn_SoftMax|TopK|TopP|argmax",
     "index refresh": r"_scores_kernel|_lse_kernel|_select_kernel|_group_maxima|_make_shortlist",
-    "attention": r"flash|fmha|attention|attn|prepare_varlen|_sparse_decode_kernel|_verify_kernel|_combine_kernel"
-    r"|BatchDecode|BatchPrefill|_fwd_kernel",
+    # FlashInfer's norms are no attention: they run twice a layer, and would be taken for it when steps are counted.
+    "attention": r"flash::|FlashAttn|flash_fwd|fmha|attention|attn|prepare_varlen|_sparse_decode_kernel"
+    r"|_verify_kernel|_combine_kernel|BatchDecode|BatchPrefill|_fwd_kernel",
     "projections": r"gemm|nvjet|cutlass|cublas|splitK|xmma",
     "communication": r"nccl|all_reduce|allreduce|all_gather",
 }

@@ -56,3 +56,29 @@ def test_an_impossible_token_has_a_finite_logprob():
     params = SamplingParams(ones, torch.full((B,), V), ones, 0 * ones)
     lowest = torch.finfo(torch.float32).min
     assert report(logits, torch.zeros(B, dtype=torch.int32), params, top=0).tolist() == [lowest] * B
+
+
+@pytest.mark.parametrize("top", [0, V], ids=["tokens", "top"])
+def test_mode_direct_reports_what_was_sampled_from(top):
+    from s3r_sglang.logprobs import sparse_logprobs
+    from s3r_sglang.sampling import keep_drafts
+    from s3r_sglang.sglang_symbols import LogitsProcessorOutput
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.softmax(3 * torch.randn(B, ROWS, V, generator=generator), -1)
+    q[:, :, :7] = 0  # filtered
+    q /= q.sum(-1, keepdim=True)
+    drafts = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, ROWS)
+    tokens, accept_lens = keep_drafts(drafts)
+    assert (tokens.shape, tokens.dtype, accept_lens.dtype) == ((B, ROWS + 1), torch.int32, torch.int32)
+    assert torch.equal(tokens[:, :ROWS].long(), drafts)
+    assert accept_lens.tolist() == [ROWS] * B
+    batch = SimpleNamespace(top_logprobs_nums=[top] * B, token_ids_logprobs=[None] * B)
+    output = LogitsProcessorOutput(next_token_logits=None)
+    untouched = q.clone()
+    sparse_logprobs(batch, output, tokens, q)
+    expected = q.gather(-1, drafts[..., None]).squeeze(-1).log()
+    assert output.next_token_logprobs.shape == tokens.shape
+    torch.testing.assert_close(output.next_token_logprobs[:, :ROWS], expected)
+    assert output.next_token_logprobs.isfinite().all()
+    assert torch.equal(q, untouched)

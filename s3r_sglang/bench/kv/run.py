@@ -16,6 +16,8 @@ from s3r_sglang.bench.run import probed_engine
 from s3r_sglang.config import config_of
 
 SAMPLE_SECONDS = 0.2
+# A scheduler whose state and totals stay the same for so long will not answer any more.
+STALL_SECONDS = 60.0
 WARM_UP_TOKENS = 24
 # Logprobs are checked for this many responses; all of them would cost a second rollout's prefill.
 CHECKED = 32
@@ -120,11 +122,11 @@ def _check_pool(job: KvJob, engine: Any) -> None:
 
 def _warm_up(engine: Any, workload: Workload, slots: int) -> None:
     """Compile what is left to compile, at full slots; then forget the prompts."""
-    count = min(slots, len(workload.prompts))
-    params = {"temperature": 1.0, "max_new_tokens": WARM_UP_TOKENS, "ignore_eos": True}
+    prompts = workload.prompts[:slots]
+    short = Workload(prompts, lengths=[WARM_UP_TOKENS] * len(prompts), longest=WARM_UP_TOKENS)
     # Twice: the second time with a warm radix cache, as most responses of a group have it.
     for _ in range(2):
-        engine.generate(input_ids=workload.prompts[:count], sampling_params=params)
+        engine.loop.run_until_complete(_roll_out(engine, short, set()))
     engine.flush_cache()
 
 
@@ -149,22 +151,35 @@ async def _roll_out(engine: Any, workload: Workload, checked: set[int]) -> Rollo
 
     begin = time.perf_counter()
     watcher = asyncio.create_task(_watch(engine, done, begin))
+    answers = asyncio.gather(*map(one, range(len(workload.prompts))))
+    await asyncio.wait({watcher, answers}, return_when=asyncio.FIRST_COMPLETED)
+    if watcher.done() and watcher.exception() is not None:
+        answers.cancel()
+        raise watcher.exception()
     try:
-        outputs = await asyncio.gather(*map(one, range(len(workload.prompts))))
+        outputs = await answers
         seconds = time.perf_counter() - begin
     finally:
         done.set()
-        samples = await watcher
-    return Rollout(list(outputs), seconds, samples)
+    return Rollout(outputs, seconds, await watcher)
 
 
 async def _watch(engine: Any, done: asyncio.Event, begin: float) -> list[KvSample]:
-    """The scheduler's state every SAMPLE_SECONDS; host memory only, so no round waits for it."""
-    samples = []
+    """The scheduler's state every SAMPLE_SECONDS; host memory only, so no round waits for it.
+
+    Raises:
+        AnswerError: nothing has changed for STALL_SECONDS.
+    """
+    samples: list[KvSample] = []
+    changed, last = begin, None
     while not done.is_set():
         state = kv_state(await _internal_state(engine))
         if state is None:
             return []
+        if state | {"seconds": 0} != last:
+            changed, last = time.perf_counter(), state | {"seconds": 0}
+        elif time.perf_counter() - changed > STALL_SECONDS:
+            raise AnswerError(f"the scheduler has stood still for {STALL_SECONDS:.0f} s: {state}")
         moment = time.perf_counter() - begin
         samples.append(KvSample(seconds=moment, **{name: state[name] for name in STATE}))
         try:

@@ -33,7 +33,13 @@ def release_once(original, updater, recv_req):
 
 
 def resume_once(original, updater, recv_req):
-    """Around `resume_memory_occupation`, which raises, and ends the server, on what was not released."""
+    """Around `resume_memory_occupation`, which raises, and ends the server, on what was not released.
+
+    The request table lies in the region of the KV cache, so it comes back undefined. Requests write their rows
+    before they read them; only row 0 is read as it is, by the padding of the draft's graphs, which would then
+    write KV at any row of the pool.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
     pending = [tag for tag in _tags(recv_req) if tag in updater.offload_tags]
@@ -42,7 +48,10 @@ def resume_once(original, updater, recv_req):
     if not pending:
         return ResumeMemoryOccupationReqOutput()
     recv_req.tags = pending
-    return original(updater, recv_req)
+    output = original(updater, recv_req)
+    if GPU_MEMORY_TYPE_KV_CACHE in pending:
+        updater.scheduler.req_to_token_pool.req_to_token[0].zero_()
+    return output
 
 
 def _tags(recv_req) -> list[str]:

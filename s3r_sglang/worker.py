@@ -208,6 +208,8 @@ class S3RWorker(BaseSpecWorker):
         return None
 
     def update_weights_from_disk(self, recv_req):
+        if recv_req.recapture_cuda_graph and isinstance(self.drafter, GraphedDrafter):
+            self.drafter.capture()  # as SGLang has just done with its own
         return True, "The drafter shares the target's weights."
 
     def update_weights_from_ipc(self, recv_req):

@@ -44,6 +44,8 @@ def write_model(folder, seed=0):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        # SGLang's CUDA kernels for rotary embeddings begin at 64.
+        head_dim=64 if torch.cuda.is_available() else 8,
         max_position_embeddings=CONTEXT,
         bos_token_id=1,
         eos_token_id=1,

@@ -90,11 +90,14 @@ def _setup_with_pip(folder: Path, torch: str, ours: list[str]) -> None:
 
 
 def _our_source() -> tuple[str, bool]:
-    """Where pip installed this package from, and whether in place.
+    """What to install this package from, and whether in place.
 
     Raises:
-        SetupError: the folder is not there any more.
+        SetupError: the folder that it was installed from is not there any more.
     """
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").exists():
+        return str(checkout), True
     record = json.loads(metadata.distribution("s3r-sglang").read_text("direct_url.json") or "{}")
     url = urlparse(record.get("url", ""))
     path = unquote(url.path)
@@ -102,7 +105,7 @@ def _our_source() -> tuple[str, bool]:
         raise SetupError(
             f"s3r-sglang was installed from {path or 'an index'}, which is not there to install from"
         )
-    return path, record.get("dir_info", {}).get("editable", False)
+    return path, False
 
 
 def _run(*command: str) -> None:

@@ -28,13 +28,11 @@ class Plan:
     """One refresh of the index, for the requests of one forward.
 
     Fields, each [B] int32:
-        committed: |C|, the positions the new index is made of.
         num_older: |C \\ R|, the candidates of the TopK.
         num_selected: how many of them are selected; 0 where the budget covers all of C.
         tail_start: first position of the contiguous tail that every draft query reads.
     """
 
-    committed: torch.Tensor
     num_older: torch.Tensor
     num_selected: torch.Tensor
     tail_start: torch.Tensor
@@ -51,7 +49,6 @@ def plan_refresh(committed: torch.Tensor, config: S3RConfig) -> Plan:
     older = committed - recent
     zero = torch.zeros_like(committed)
     return Plan(
-        committed=committed.to(torch.int32),
         num_older=older.to(torch.int32),
         num_selected=torch.where(dense, zero, total - recent).to(torch.int32),
         tail_start=torch.where(dense, zero, older).to(torch.int32),

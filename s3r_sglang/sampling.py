@@ -11,12 +11,11 @@ make draft and q dependent and bias the output.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
-from s3r_sglang.kernels.reference import chain_sampling as reference
+from s3r_sglang.kernels import implementation
 from s3r_sglang.kernels.reference.philox import Stream
 from s3r_sglang.kernels.reference.target_probs import target_probs as reference_probs
 
@@ -155,7 +154,7 @@ def draft_sample(
     Returns:
         [B] int64 token ids.
     """
-    kernels = _kernels(logits)
+    kernels = implementation(logits, "chain_sampling")
     if params.from_logits:
         temperatures = params.temperatures.view(-1)
         return kernels.draft_sample(logits, temperatures, params.top_ks, seeds, rounds, step, q_out)
@@ -193,7 +192,7 @@ def verify_sample(
     if logits.shape[0] != batch_size * (num_drafts + 1) or q.shape != (batch_size, num_drafts, vocab_size):
         shapes = f"drafts {tuple(draft_tokens.shape)}, logits {tuple(logits.shape)}, q {tuple(q.shape)}"
         raise ValueError(f"shapes do not belong together: {shapes}")
-    kernels = _kernels(logits)
+    kernels = implementation(logits, "chain_sampling")
     if params.from_logits:
         temperatures = params.temperatures.view(-1)
         return kernels.verify_sample_from_logits(
@@ -237,7 +236,11 @@ def sample_target(
     """
     probs = target_probs(logits, params)
     rounds = positions.to(torch.int64)
-    return _kernels(logits).race_sample(probs, seeds, rounds, 0, Stream.PREFILL).to(torch.int32)
+    return (
+        implementation(logits, "chain_sampling")
+        .race_sample(probs, seeds, rounds, 0, Stream.PREFILL)
+        .to(torch.int32)
+    )
 
 
 def request_seed(base_seed: int, user_seed: int | None, ordinal: int) -> int:
@@ -258,15 +261,6 @@ def request_seed(base_seed: int, user_seed: int | None, ordinal: int) -> int:
     source = _splitmix64(base_seed) if user_seed is None else _splitmix64(_splitmix64(user_seed))
     key = _splitmix64(source + ordinal)
     return key - (1 << 64) if key >> 63 else key
-
-
-def _kernels(logits: torch.Tensor) -> ModuleType:
-    """The Triton kernels for CUDA tensors, their plain PyTorch references elsewhere."""
-    if not logits.is_cuda:
-        return reference
-    from s3r_sglang.kernels.ops import chain_sampling as ops
-
-    return ops
 
 
 def _splitmix64(state: int) -> int:

@@ -8,20 +8,27 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
 
-def _dispatch(name: str) -> Callable[..., Any]:
-    """Choose the implementation by the device of the first argument; import each on first use."""
+def implementation(tensor: torch.Tensor, stem: str) -> ModuleType:
+    """The module `stem` of the ops if `tensor` is on a GPU, else that of the references."""
+    return _module("ops" if tensor.is_cuda else "reference", stem)
 
-    @functools.cache
-    def implementation(kind: str) -> Callable[..., Any]:
-        return getattr(importlib.import_module(f"s3r_sglang.kernels.{kind}.{name}"), name)
+
+@functools.cache
+def _module(kind: str, stem: str) -> ModuleType:
+    return importlib.import_module(f"s3r_sglang.kernels.{kind}.{stem}")
+
+
+def _dispatch(name: str) -> Callable[..., Any]:
+    """The function `name` of the module of that name, chosen by the device of its first argument."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return implementation("ops" if tensor.is_cuda else "reference")(tensor, *args, **kwargs)
+        return getattr(implementation(tensor, name), name)(tensor, *args, **kwargs)
 
     call.__name__ = call.__qualname__ = name
     return call

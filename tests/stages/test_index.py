@@ -64,7 +64,6 @@ def test_plan_splits_the_budget(committed, num_selected, tail_start):
     plan = plan_refresh(torch.tensor([committed]), config)
     assert plan.num_selected.tolist() == [num_selected]
     assert plan.tail_start.tolist() == [tail_start]
-    assert plan.committed.tolist() == [committed]
     if num_selected:
         assert plan.num_older.tolist() == [tail_start]
         assert num_selected + committed - tail_start == config.budget(committed)

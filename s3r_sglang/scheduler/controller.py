@@ -217,7 +217,8 @@ class KVController:
             args = self.scheduler.server_args
             size = block_bytes(pool.k_buffer, pool.v_buffer)
             ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
-            pages, slots = self.scheduler.max_total_num_tokens, self.scheduler.max_running_requests
+            # Not numpy's integers, of which SGLang makes its pool size: statistics go out as JSON.
+            pages, slots = int(self.scheduler.max_total_num_tokens), int(self.scheduler.max_running_requests)
             wanted = choose_num_blocks(self.config.kv_host_gb, pages, slots, size, ranks)
             blocks = self._agreed(wanted)
             logger.info("S3R: host pool of %d x %.1f MB for paused requests", blocks, size / 1e6)

@@ -60,7 +60,7 @@ class Pager:
 
     @property
     def total_pages(self) -> int:
-        return self.allocator.size
+        return int(self.allocator.size)
 
     @property
     def free_pages(self) -> int:

@@ -99,7 +99,6 @@ DIFFERENT = [
     ('"}, {"label": "3", "answer": "3', "3"),
     ("3\n1", "4.0"),
     ("\x00\ud800", "3"),
-    ("(" * 200, "3"),
     ("九", "9"),
 ]
 
@@ -114,10 +113,10 @@ def test_algebra_decides_the_rest():
     assert got == dict.fromkeys(EQUIVALENT, True) | dict.fromkeys(DIFFERENT, False)
 
 
-@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", r"(10^{7})!"])
-def test_answers_that_would_take_forever_are_wrong_within_seconds(answer):
+def test_answers_that_would_take_forever_are_wrong_within_seconds():
     start = time.monotonic()
-    assert grade(rf"\boxed{{{answer}}}", r"\frac12").correct is False
+    verdicts = grade_all([r"\boxed{9^{9^{9^{9}}}}", "Answer: " + "(" * 200], [r"\frac12"] * 2)
+    assert [verdict.correct for verdict in verdicts] == [False, False]
     assert time.monotonic() - start < reward_worker.COMPARE_SECONDS + 5
 
 

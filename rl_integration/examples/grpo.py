@@ -62,7 +62,7 @@ class Trainer:
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         self.model.to(self.device)  # type: ignore[arg-type]
         if self.device.type == "cuda":
-            self.model.gradient_checkpointing_enable()
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate)
         self.correction = SparseCorrection() if args.correction == "sparse-rl" else None
@@ -128,7 +128,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         elif self.device.type == "cuda":
             torch.cuda.empty_cache()
-        url = f"{self.args.url}/{what}_memory_occupation"
+        # Groups are answered before the scheduler has put their last batch away.
+        url = f"{self.args.url}/{what}_memory_occupation" + ("?wait=true" if what == "release" else "")
         httpx.post(url, json={"tags": list(tags)}, timeout=300).raise_for_status()
 
     def update(self, sampled: list[Sample], advantage: torch.Tensor) -> dict[str, float]:

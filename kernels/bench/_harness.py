@@ -17,6 +17,8 @@ import torch
 import triton.testing
 from triton.runtime.errors import OutOfResources
 
+Row = dict[str, Any]
+
 ROTATION = 8
 # Relative error of a bfloat16 result (Frobenius norm): the output and the softmax weights are each rounded
 # to 8 bits, about 2e-3 apiece.
@@ -70,6 +72,31 @@ class Case:
     check: Callable[[], None]  # raises AssertionError
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What a bench module offers.
+
+    Attributes:
+        op: name of the op and of the modules.
+        shapes: what to time; `str` of a shape names it in the tables.
+        make_inputs: inputs of a shape.
+        make_case: the case of (inputs, variant, tiles).
+        variants: names of what is compared.
+        sweep: tile choices.
+        baselines: variants without tiles to sweep.
+        small: a shape that is checked before anything is timed.
+    """
+
+    op: str
+    shapes: list[Any]
+    make_inputs: Callable[[Any], Any]
+    make_case: Callable[[Any, str, dict[str, Any]], Case]
+    variants: list[str]
+    sweep: list[dict[str, Any]]
+    baselines: tuple[str, ...] = ()
+    small: Any = None
+
+
 def paged_inputs(shape: Shape, num_queries: int) -> PagedInputs:
     rows = shape.batch_size * shape.seq_len
     cache = (rows, shape.num_kv_heads, shape.head_dim)
@@ -121,7 +148,7 @@ def grid(**options: Iterable[Any]) -> list[dict[str, Any]]:
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
-def measure(shape: object, variant: str, tiles: dict[str, Any], case: Case) -> dict[str, Any]:
+def measure(shape: object, variant: str, tiles: dict[str, Any], case: Case) -> Row:
     row = {"shape": str(shape), "variant": variant, "tiles": tiles, "status": "ok"}
     try:
         case.check()
@@ -134,7 +161,7 @@ def measure(shape: object, variant: str, tiles: dict[str, Any], case: Case) -> d
     return row
 
 
-def print_row(row: dict[str, Any], ceiling: float) -> None:
+def print_row(row: Row, ceiling: float) -> None:
     tiles = " ".join(f"{name}={value}" for name, value in row["tiles"].items()) or "default"
     result = row["status"]
     if "us" in row:
@@ -143,55 +170,50 @@ def print_row(row: dict[str, Any], ceiling: float) -> None:
     print(f"{row['shape']:>20}  {row['variant']:<12} {result}  {tiles}", flush=True)
 
 
-def sampling_arguments(op: str) -> argparse.Namespace:
-    """Command line of a bench over the vocabulary: json, sweep, batch_sizes."""
-    parser = argparse.ArgumentParser(description=f"Check and time {op}.")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--sweep", action="store_true", help="time every tile choice")
-    parser.add_argument("--batch-sizes", nargs="*", type=int, help="only these")
-    return parser.parse_args()
-
-
-def finish(op: str, rows: list[dict[str, Any]], ceiling: float, path: Path | None) -> None:
-    """Write the rows to `path`, if any; SystemExit if a result was wrong."""
-    if path:
-        report = {"op": op, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
-        path.write_text(json.dumps(report, indent=1))
-    if any(row["status"].startswith("WRONG") for row in rows):
-        raise SystemExit(f"{op}: some results are wrong")
-
-
-def main(
-    op: str,
-    make_inputs: Callable[[Shape], Any],
-    make_case: Callable[[Any, str, dict[str, Any]], Case],
-    variants: list[str],
-    sweep: list[dict[str, Any]],
-    baselines: tuple[str, ...] = (),
-) -> None:
-    """Command line of a bench; `baselines` are variants without tiles to sweep."""
-    parser = argparse.ArgumentParser(description=f"Check and time {op}.")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--sweep", action="store_true", help="time every tile choice, best first")
-    parser.add_argument("--shapes", nargs="*", help="only these, as BATCHxLENGTH, such as 64x8192")
-    parser.add_argument("--variants", nargs="*", default=variants, choices=variants)
-    args = parser.parse_args()
-
-    ceiling = copy_ceiling()
-    print(f"{op} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s")
-    small = make_inputs(SMALL)
-    for variant in args.variants:
-        make_case(small, variant, {}).check()
+def run(bench: Bench, shapes: list[Any], variants: list[str], sweep: bool, ceiling: float) -> list[Row]:
+    """Check and time; prints the rows as they come, best tiles first, and returns them."""
+    print(f"{bench.op} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s")
+    if bench.small is not None:
+        small = bench.make_inputs(bench.small)
+        for variant in variants:
+            bench.make_case(small, variant, {}).check()
     rows = []
-    for shape in SHAPES:
-        if args.shapes and f"{shape.batch_size}x{shape.seq_len}" not in args.shapes:
-            continue
-        inputs = make_inputs(shape)
-        for variant in args.variants:
-            choices = [{}, *(sweep if args.sweep and variant not in baselines else [])]
-            found = [measure(shape, variant, tiles, make_case(inputs, variant, tiles)) for tiles in choices]
+    for shape in shapes:
+        inputs = bench.make_inputs(shape)
+        for variant in variants:
+            choices = [{}, *(bench.sweep if sweep and variant not in bench.baselines else [])]
+            found = [
+                measure(shape, variant, tiles, bench.make_case(inputs, variant, tiles)) for tiles in choices
+            ]
             for row in sorted(found, key=lambda row: row.get("us", float("inf"))):
                 print_row(row, ceiling)
             rows += found
         del inputs
-    finish(op, rows, ceiling, args.json)
+    return rows
+
+
+def report(op: str, rows: list[Row], ceiling: float) -> dict[str, Any]:
+    return {"op": op, "device": torch.cuda.get_device_name(), "copy_tb_per_s": ceiling, "rows": rows}
+
+
+def refuse_wrong(rows: list[Row]) -> None:
+    """SystemExit if a result was wrong: its times would say nothing."""
+    wrong = [row for row in rows if row["status"].startswith("WRONG")]
+    if wrong:
+        raise SystemExit("\n".join(f"{row['shape']} {row['variant']}: {row['status']}" for row in wrong))
+
+
+def main(bench: Bench) -> None:
+    """Command line of one bench."""
+    parser = argparse.ArgumentParser(description=f"Check and time {bench.op}.")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--sweep", action="store_true", help="time every tile choice, best first")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="only those that begin so, such as 64x8192")
+    parser.add_argument("--variants", nargs="*", default=bench.variants, choices=bench.variants)
+    args = parser.parse_args()
+    ceiling = copy_ceiling()
+    shapes = [shape for shape in bench.shapes if str(shape).startswith(tuple(args.shapes))]
+    rows = run(bench, shapes, args.variants, args.sweep, ceiling)
+    if args.json:
+        args.json.write_text(json.dumps(report(bench.op, rows, ceiling), indent=1))
+    refuse_wrong(rows)

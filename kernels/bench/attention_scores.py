@@ -70,5 +70,9 @@ def make_case(inputs: _harness.PagedInputs, variant: str, tiles: dict[str, Any])
     )
 
 
+BENCH = _harness.Bench(
+    OP, _harness.SHAPES, make_inputs, make_case, ["two passes", "lse given"], SWEEP, small=_harness.SMALL
+)
+
 if __name__ == "__main__":
-    _harness.main(OP, make_inputs, make_case, ["two passes", "lse given"], SWEEP)
+    _harness.main(BENCH)

@@ -6,6 +6,7 @@ PyTorch operators and SGLang's chain kernel costs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from s3r_sglang.kernels.bench import _harness
@@ -18,7 +19,9 @@ NUM_DRAFTS = 6
 VOCAB = 151_936  # Qwen3
 TOP_K_ALL = 1 << 30
 ROTATION = 2  # inputs of one call exceed the L2 cache from B = 64 on
-SWEEP = _harness.grid(block=[1024, 2048, 4096], num_warps=[4, 8], programs_per_sm=[2, 4, 8])
+SWEEP = _harness.grid(
+    block=[1024, 2048, 4096], num_warps=[4, 8], programs_per_sm=[2, 4, 8], num_stages=[1, 3]
+)
 VARIANTS = ["draft", "draft plain", "verify", "verify plain"]
 
 
@@ -31,8 +34,7 @@ class Shape:
         return f"{self.batch_size} x {VOCAB} {str(self.dtype).removeprefix('torch.')}"
 
 
-# SGLang hands out float32 logits; bfloat16 shows what its copy costs.
-SHAPES = [Shape(batch, dtype) for dtype in (torch.float32, torch.bfloat16) for batch in (1, 8, 64, 256)]
+SHAPES = [Shape(batch, torch.bfloat16) for batch in (1, 8, 64, 256)]
 
 
 class Inputs:
@@ -82,7 +84,7 @@ class Inputs:
         return predicts
 
 
-def make_case(inputs: Inputs, variant: str) -> _harness.Case:
+def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.Case:
     batch = inputs.shape.batch_size
     row_bytes, q_row_bytes = VOCAB * inputs.logits.element_size(), VOCAB * 4
     q_out = torch.empty(batch, VOCAB, device="cuda")
@@ -106,7 +108,12 @@ def make_case(inputs: Inputs, variant: str) -> _harness.Case:
         "verify": (lambda turn: inputs.verify(ops, turn), verify_bytes, check_verify),
         "verify plain": (lambda turn: inputs.plain_verify(turn), verify_bytes, lambda: None),
     }[variant]
-    return _harness.Case([lambda turn=turn: calls(turn) for turn in range(ROTATION)], traffic, check)
+
+    def call(turn: int):
+        ops._TILES = ops._Tiles(**tiles)
+        calls(turn)
+
+    return _harness.Case([lambda turn=turn: call(turn) for turn in range(ROTATION)], traffic, check)
 
 
 def check_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -115,27 +122,9 @@ def check_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
     assert differing <= 1e-3, f"{differing:.2%} of the tokens differ"
 
 
-def main() -> None:
-    args = _harness.sampling_arguments(OP)
-    ceiling = _harness.copy_ceiling()
-    print(f"{OP} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s, k = {NUM_DRAFTS}")
-    rows = []
-    for shape in SHAPES:
-        if args.batch_sizes and shape.batch_size not in args.batch_sizes:
-            continue
-        inputs = Inputs(shape)
-        for variant in VARIANTS:
-            found = []
-            for tiles in [{}, *(SWEEP if args.sweep and "plain" not in variant else [])]:
-                ops._TILES = ops._Tiles(**tiles)
-                found.append(_harness.measure(shape, variant, tiles, make_case(inputs, variant)))
-            ops._TILES = ops._Tiles()
-            for row in sorted(found, key=lambda row: row.get("us", float("inf"))):
-                _harness.print_row(row, ceiling)
-            rows += found
-        del inputs
-    _harness.finish(OP, rows, ceiling, args.json)
-
+BENCH = _harness.Bench(
+    OP, SHAPES, Inputs, make_case, VARIANTS, SWEEP, baselines=("draft plain", "verify plain")
+)
 
 if __name__ == "__main__":
-    main()
+    _harness.main(BENCH)

@@ -84,5 +84,9 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
     )
 
 
+BENCH = _harness.Bench(
+    OP, _harness.SHAPES, make_inputs, make_case, ["plain", "with lse"], SWEEP, small=_harness.SMALL
+)
+
 if __name__ == "__main__":
-    _harness.main(OP, make_inputs, make_case, ["plain", "with lse"], SWEEP)
+    _harness.main(BENCH)

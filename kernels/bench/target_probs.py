@@ -16,28 +16,42 @@ OP = "target_probs"
 VOCAB = 151_936  # Qwen3
 TOP_K_ALL = 1 << 30
 LIMITS = {"top-p": (TOP_K_ALL, 0.95, 0.0), "top-k top-p": (20, 0.95, 0.0), "min-p": (TOP_K_ALL, 1.0, 0.05)}
+DEFAULTS = {name: getattr(ops, name) for name in ("BLOCK", "NUM_WARPS", "PIVOTS", "STAGES")}
 SWEEP = [
-    {"BLOCK": block, "NUM_WARPS": warps, "PIVOTS": pivots}
+    {"BLOCK": block, "NUM_WARPS": warps, "PIVOTS": pivots, "STAGES": stages}
     for block, warps in ((1024, 8), (2048, 16))
     for pivots in (3, 5, 7)
+    for stages in (1, 3)
 ]
+
+
+VARIANTS = [name for limits in LIMITS for name in (limits, f"{limits} sort")]
+
+
+@dataclass(frozen=True)
+class Shape:
+    requests: int
+    rows_per_request: int
+
+    def __str__(self) -> str:
+        return f"{self.requests * self.rows_per_request} x {VOCAB}"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    requests: int
     logits: torch.Tensor  # [requests * rows a request, V] bfloat16
     temperatures: torch.Tensor
 
-    def __str__(self) -> str:
-        return f"{len(self.logits)} x {VOCAB}"
+
+SHAPES = [Shape(requests, rows) for requests in (1, 8, 64) for rows in (1, 7)]
 
 
-def make_inputs(requests: int, rows_per_request: int) -> Inputs:
-    """Logits of which about 100 tokens hold 95% of the mass, as a language model's do on average."""
-    logits = 3 * torch.randn(requests * rows_per_request, VOCAB, device="cuda", dtype=torch.bfloat16)
+def make_inputs(shape: Shape) -> Inputs:
+    """A few hundred tokens hold 95% of the mass, on a tail of a language model's length."""
+    rows = shape.requests * shape.rows_per_request
+    logits = 3 * torch.randn(rows, VOCAB, device="cuda", dtype=torch.bfloat16)
     logits[:, torch.randperm(VOCAB, device="cuda")[:300]] += 12
-    return Inputs(requests, logits, torch.ones(requests, device="cuda"))
+    return Inputs(logits, torch.ones(shape.requests, device="cuda"))
 
 
 def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.Case:
@@ -48,7 +62,7 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
     target_probs = reference if variant.endswith("sort") else ops.target_probs
 
     def call():
-        for name, value in tiles.items():
+        for name, value in (DEFAULTS | tiles).items():
             setattr(ops, name, value)
         target_probs(*arguments, out)
 
@@ -62,22 +76,9 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
     return _harness.Case([call], traffic, check)
 
 
-def main() -> None:
-    args = _harness.sampling_arguments(OP)
-    ceiling = _harness.copy_ceiling()
-    print(f"{OP} on {torch.cuda.get_device_name()}, device copy {ceiling:.2f} TB/s")
-    defaults = {name: getattr(ops, name) for name in SWEEP[0]}
-    rows = []
-    for requests in args.batch_sizes or (1, 8, 64):
-        for rows_per_request in (1, 7):
-            inputs = make_inputs(requests, rows_per_request)
-            for variant in LIMITS:
-                choices = [(variant, tiles) for tiles in (SWEEP if args.sweep else [defaults])]
-                for name, tiles in [*choices, (f"{variant} sort", {})]:
-                    rows.append(_harness.measure(inputs, name, tiles, make_case(inputs, name, tiles)))
-                    _harness.print_row(rows[-1], ceiling)
-    _harness.finish(OP, rows, ceiling, args.json)
-
+BENCH = _harness.Bench(
+    OP, SHAPES, make_inputs, make_case, VARIANTS, SWEEP, baselines=tuple(v for v in VARIANTS if "sort" in v)
+)
 
 if __name__ == "__main__":
-    main()
+    _harness.main(BENCH)

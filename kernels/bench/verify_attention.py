@@ -78,5 +78,16 @@ def _flash_attention_3(inputs: _harness.PagedInputs, out: torch.Tensor) -> Calla
     return call
 
 
+BENCH = _harness.Bench(
+    OP,
+    _harness.SHAPES,
+    make_inputs,
+    make_case,
+    ["plain", "with scores", "fa3"],
+    SWEEP,
+    baselines=("fa3",),
+    small=_harness.SMALL,
+)
+
 if __name__ == "__main__":
-    _harness.main(OP, make_inputs, make_case, ["plain", "with scores", "fa3"], SWEEP, baselines=("fa3",))
+    _harness.main(BENCH)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from s3r_sglang.bench import paper
+from s3r_sglang.bench import load, paper
 from s3r_sglang.bench.kv import execute, render, run
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun, KvSample, KvTotals
 from s3r_sglang.bench.kv.workload import Workload, peak_demand, response_lengths
@@ -20,16 +20,9 @@ from s3r_sglang.bench.probe import planned_rid
 from s3r_sglang.cli import app
 
 
-def a_workload(**changes):
-    values = {
-        "requests": 20,
-        "group_size": 4,
-        "prompt_length": 10,
-        "longest": 100,
-        "vocab_size": 50,
-        "seed": 0,
-    }
-    return Workload.make(**values | changes)
+def a_workload(requests=20, groups=5, prompt_length=10, longest=100):
+    prompts = load.random_prompts(64, groups, prompt_length)
+    return Workload.make(prompts, requests=requests, longest=longest, seed=0)
 
 
 def test_lengths_have_a_long_tail_and_the_same_head_for_any_count():
@@ -141,6 +134,7 @@ def a_job(**changes):
         "dtype": None,
         "engine_argv": (),
         "imposed_acceptance": paper.PROFILES["paper-1.7b"],
+        "prompts": "random tokens",
         "requests": 512,
         "group_size": 8,
         "slots": 256,
@@ -311,7 +305,7 @@ def test_the_command_rolls_out_beyond_the_pool_on_real_engines(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     report = KvReport.model_validate_json((tmp_path / "out" / "report.json").read_text())
 
-    workload = a_workload(requests=24, prompt_length=40, longest=200, vocab_size=64)
+    workload = a_workload(requests=24, groups=6, prompt_length=40, longest=200)
     assert report.job.tokens == workload.tokens
     assert report.job.pool_tokens == workload.pool(8, 1.5)
     assert set(report.runs) == {"ar", "aimd"}

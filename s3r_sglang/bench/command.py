@@ -107,6 +107,9 @@ def bench_kv(
         str | None,
         typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
     ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Cut the prompts from this text; without it, random tokens.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
     backend: Annotated[
         str | None, typer.Option(help="Attention backend of all engines; SGLang's choice without it.")
@@ -139,6 +142,7 @@ def bench_kv(
         max_length=max_length,
         pressure=pressure,
         imposed_acceptance=imposed_acceptance,
+        text=text,
         seed=seed,
         dtype=dtype,
         out=out,

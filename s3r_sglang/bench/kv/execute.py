@@ -1,5 +1,6 @@
 """`s3r bench-kv`: from the options to a job, from variant to variant, and to a report and files."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from s3r_sglang.bench import execute as bench
-from s3r_sglang.bench import paper, provenance, traffic
+from s3r_sglang.bench import load, paper, provenance, traffic
 from s3r_sglang.bench.kv import render, run
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun
 from s3r_sglang.bench.kv.workload import Workload, peak_demand
@@ -30,6 +31,7 @@ class Options:
     max_length: int
     pressure: float
     imposed_acceptance: str | None
+    text: Path | None
     seed: int
     dtype: str | None
     out: Path | None
@@ -76,13 +78,13 @@ def parse_variants(text: str) -> list[str]:
 def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob, Workload]:
     config = paper.read_config(folder)
     shape = traffic.ModelShape.read(folder, options.dtype)
+    groups = math.ceil(options.requests / options.group_size)
+    if options.text is not None:
+        prompts = load.text_prompts(folder, options.text, groups, options.prompt_length)
+    else:
+        prompts = load.random_prompts(shape.vocab_size, groups, options.prompt_length, options.seed)
     workload = Workload.make(
-        requests=options.requests,
-        group_size=options.group_size,
-        prompt_length=options.prompt_length,
-        longest=options.max_length,
-        vocab_size=shape.vocab_size,
-        seed=options.seed,
+        prompts, requests=options.requests, longest=options.max_length, seed=options.seed
     )
     positions = config.get("max_position_embeddings", workload.context)
     if workload.context > positions:
@@ -96,6 +98,7 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
         dtype=options.dtype,
         engine_argv=tuple(bench.with_memory(engine_argv)),
         imposed_acceptance=bench.parse_profile(options.imposed_acceptance),
+        prompts=options.text.name if options.text else "random tokens",
         requests=options.requests,
         group_size=options.group_size,
         slots=options.slots,

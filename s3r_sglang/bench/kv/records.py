@@ -59,6 +59,7 @@ class KvJob(Record):
     dtype: str | None
     engine_argv: tuple[str, ...]
     imposed_acceptance: tuple[float, ...] | None
+    prompts: str
     requests: int
     group_size: int
     slots: int

@@ -107,8 +107,8 @@ def workload_line(report: KvReport) -> str:
     pool_gb = job.pool_tokens * job.kv_bytes_per_token / 1e9
     return (
         f"{job.requests} responses in groups of {job.group_size}, {job.tokens} tokens in all, log-normal lengths "
-        f"up to {job.longest} (hidden from the scheduler), prompts of {job.prompt_length}; {job.slots} slots; KV "
-        f"pool of {job.pool_tokens} tokens ({pool_gb:.1f} GB), peak demand "
+        f"up to {job.longest} (hidden from the scheduler), prompts of {job.prompt_length} "
+        f"({job.prompts}); {job.slots} slots; KV pool of {job.pool_tokens} tokens ({pool_gb:.1f} GB), peak demand "
         f"{job.peak_demand / job.pool_tokens:.2f} times as much"
     )
 

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from s3r_sglang.bench import load
 from s3r_sglang.bench.load import LoadError
 
 # A log-normal length with this median (as a share of the longest) and spread, cut off at the longest: mean 0.28 of
@@ -31,14 +30,11 @@ class Workload:
     longest: int
 
     @classmethod
-    def make(
-        cls, *, requests: int, group_size: int, prompt_length: int, longest: int, vocab_size: int, seed: int
-    ) -> "Workload":
-        """Random prompts and lengths; the same arguments give the same workload."""
-        groups = math.ceil(requests / group_size)
-        heads = load.random_prompts(vocab_size, groups, prompt_length, seed)
+    def make(cls, prompts: list[list[int]], *, requests: int, longest: int, seed: int) -> "Workload":
+        """Responses in equal groups, one per prompt; the same arguments give the same lengths."""
+        group_size = math.ceil(requests / len(prompts))
         return cls(
-            prompts=[heads[i // group_size] for i in range(requests)],
+            prompts=[prompts[i // group_size] for i in range(requests)],
             lengths=response_lengths(requests, longest, seed),
             longest=longest,
         )

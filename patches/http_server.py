@@ -9,12 +9,12 @@ def mount_rollout_service(_, server_args=None) -> None:
     A hook on the HTTP server module itself would make each scheduler process import it, 6 s on a busy machine.
     With several tokenizer processes there is none that knows all groups in flight, so there is no service.
     """
-    from s3r_sglang.config import is_self_sparse
+    from s3r_sglang.config import serves_rollouts
 
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is None or server_args is None or server_args.tokenizer_worker_num > 1:
         return
-    if is_self_sparse(server_args.speculative_algorithm):
+    if serves_rollouts(server_args):
         from s3r_sglang.server.routes import mount
 
         mount(http_server.app, http_server.get_global_state())

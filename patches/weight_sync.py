@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from s3r_sglang.config import is_self_sparse
+from s3r_sglang.config import serves_rollouts
 
 # How long a release waits for the scheduler to finish the round in flight when all responses are already out.
 IDLE_SECONDS = 10.0
@@ -15,7 +15,7 @@ _updating: ContextVar[Any] = ContextVar("s3r_updating", default=None)
 
 
 def _applies(manager: Any) -> bool:
-    return is_self_sparse(manager.server_args.speculative_algorithm)
+    return serves_rollouts(manager.server_args)
 
 
 def _wants_wait(request: Any) -> bool:

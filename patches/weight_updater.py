@@ -1,10 +1,10 @@
 """Weight updates, sleep and wake, in the scheduler process: what would kill it, or leave old KV behind."""
 
-from s3r_sglang.config import is_self_sparse
+from s3r_sglang.config import serves_rollouts
 
 
 def _applies(updater) -> bool:
-    return is_self_sparse(updater.tp_worker.model_runner.server_args.speculative_algorithm)
+    return serves_rollouts(updater.tp_worker.model_runner.server_args)
 
 
 def flush_with_every_update(original, updater, recv_req) -> None:

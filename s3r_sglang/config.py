@@ -237,6 +237,14 @@ def is_self_sparse(algorithm: str | None) -> bool:
     return (algorithm or "").upper().replace("-", "_") == ALGORITHM
 
 
+def serves_rollouts(server_args: Any) -> bool:
+    """Whether a server has the rollout service: those of S3R, and others started with S3R_ROLLOUT_SERVICE=1.
+
+    The latter are the controls of an experiment: the same service without speculation.
+    """
+    return is_self_sparse(server_args.speculative_algorithm) or os.environ.get("S3R_ROLLOUT_SERVICE") == "1"
+
+
 def config_of(server_args: Any) -> S3RConfig:
     """Effective configuration of resolved server arguments, in any process.
 

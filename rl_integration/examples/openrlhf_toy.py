@@ -52,7 +52,9 @@ def write(folder: Path, prompts: int, prompt_words: int = 6, seed: int = 0) -> N
         initializer_range=0.1,
     )
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    model = LlamaForCausalLM(config)
+    model.to(dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
     # t0 and t1 have meanings of their own.
     ids = torch.randint(2, VOCAB, (prompts, prompt_words)).tolist()
     with (folder / "prompts.jsonl").open("w") as out:

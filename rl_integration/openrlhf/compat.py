@@ -96,6 +96,9 @@ def require_supported(args: Any) -> None:
         "the whole vocabulary": correction and args.rollout.top_p < 1,
         "--vllm.sync_backend nccl without a GPU: give gloo": args.vllm.sync_backend == "nccl"
         and not has_gpu(),
+        "--ds.enable_sleep without a GPU: it offloads DeepSpeed's own Adam": (
+            args.ds.enable_sleep and not has_gpu()
+        ),
         f"--vllm.sync_backend {args.vllm.sync_backend}: neither nccl nor gloo": (
             args.vllm.sync_backend not in ("nccl", "gloo")
         ),

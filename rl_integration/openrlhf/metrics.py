@@ -34,7 +34,8 @@ class Totals:
 
     def add(self, group: PlacedGroup) -> None:
         """Count a complete group."""
-        rounds = sum(response.rounds for response in group.responses)
+        # Mode direct has rounds without verification.
+        rounds = sum(r.rounds for r in group.responses) if group.accept_length is not None else 0
         self.groups += 1
         self.responses += len(group.responses)
         self.tokens += sum(len(response.token_ids) for response in group.responses)

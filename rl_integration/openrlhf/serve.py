@@ -25,6 +25,8 @@ def command(mode: str, device: str, argv: list[str]) -> tuple[list[str], dict[st
     environ = dict(os.environ)
     if device == "cpu":
         cpu.prepare(environ)
+    if mode == "autoregressive":
+        environ["S3R_ROLLOUT_SERVICE"] = "1"
     if mode == "direct":
         argv = [*argv, "--s3r-mode", "direct"]
     arguments = launch.arguments(argv, device != "cpu", speculative=mode != "autoregressive")

@@ -81,6 +81,7 @@ def supported():
             tensor_parallel_size=1,
             packing_samples=False,
             attn_implementation="eager",
+            enable_sleep=False,
         ),
         "rollout": SimpleNamespace(top_p=1.0),
         "train": SimpleNamespace(
@@ -109,6 +110,7 @@ def supported():
         ("ds.tensor_parallel_size", 2, "tensor-parallel training"),
         ("ds.packing_samples", True, "flash-attn"),
         ("ds.attn_implementation", "flash_attention_2", "give sdpa or eager"),
+        ("ds.enable_sleep", True, "--ds.enable_sleep without a GPU"),
         ("rollout.top_p", 0.9, "--rollout.top_p"),
         ("vllm.sync_backend", "mpi", "neither nccl nor gloo"),
     ],

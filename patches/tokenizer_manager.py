@@ -5,18 +5,21 @@ import copy
 from s3r_sglang.config import config_of, is_self_sparse
 
 
-def check_request(tokenized, manager, *args, **kwargs):
-    """After `_create_tokenized_object`: the sampling parameters are final, and nothing has been sent.
+def check_request(original, manager, obj, *args, **kwargs):
+    """Around `_create_tokenized_object`, after which the sampling parameters are final; nothing has been sent.
 
     The request holds SGLang's reader lock by now, so no update and no release can come in between.
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
-    from s3r_sglang.requests import refuse_inexact
+    from s3r_sglang.requests import refuse_inexact, refuse_unknown
     from s3r_sglang.server.gate import gate_of
 
-    active = is_self_sparse(manager.server_args.speculative_algorithm)
-    if active and isinstance(tokenized, TokenizedGenerateReqInput):
+    if not is_self_sparse(manager.server_args.speculative_algorithm):
+        return original(manager, obj, *args, **kwargs)
+    refuse_unknown(obj.sampling_params)
+    tokenized = original(manager, obj, *args, **kwargs)
+    if isinstance(tokenized, TokenizedGenerateReqInput):
         refuse_inexact(tokenized)
         gate_of(manager).refuse_generation()
     return tokenized

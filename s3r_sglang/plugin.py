@@ -55,7 +55,7 @@ _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
     Hook(f"{_SRT}.server_args.prepare_server_args", "AROUND", server_args.one_sentence_on_the_command_line),
-    Hook(f"{_TOKENIZER}._create_tokenized_object", "AFTER", tokenizer_manager.check_request),
+    Hook(f"{_TOKENIZER}._create_tokenized_object", "AROUND", tokenizer_manager.check_request),
     Hook(f"{_TOKENIZER}._send_one_request", "BEFORE", tokenizer_manager.seed_parallel_sample),
     Hook(f"{_TOKENIZER}._calculate_spec_decoding_metrics", "AFTER", tokenizer_manager.add_meta_info),
     Hook(f"{_TOKENIZER}.update_weights_from_disk", "AROUND", weight_sync.update_weights),

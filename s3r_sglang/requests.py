@@ -1,7 +1,9 @@
 """Requests that the round could not answer exactly are refused; SGLang turns the ValueError into HTTP 400."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from s3r_sglang.faults import unknown
 from s3r_sglang.sampling import request_seed
 
 # A round verifies k + 1 positions in one forward. What changes the target distribution from one position to
@@ -34,6 +36,23 @@ _UNSET_OPTIONS = (
 )
 
 
+# What the OpenAI endpoints call it.
+_ALIASES = {
+    "json_schema": "response_format",
+    "structural_tag": "response_format or tools",
+    "min_new_tokens": "min_tokens",
+}
+
+
+def refuse_unknown(sampling_params: Mapping[str, Any]) -> None:
+    """Raise ValueError if SGLang has no sampling parameter of one of these names; it would fail with HTTP 500."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    for name in sampling_params:
+        if name not in SamplingParams.__struct_fields__:
+            raise ValueError(f"sampling_params: {unknown('field', name, SamplingParams.__struct_fields__)}")
+
+
 def refuse_inexact(request: Any) -> None:
     """Raise ValueError if `request` (SGLang's TokenizedGenerateReqInput) asks for an unsupported feature."""
     for name, neutral in _NEUTRAL_PARAMS.items():
@@ -46,8 +65,9 @@ def refuse_inexact(request: Any) -> None:
                 if default
                 else ""
             )
+            alias = f" ({_ALIASES[name]} in the OpenAI API)" if name in _ALIASES else ""
             raise ValueError(
-                f"Self-sparse speculative decoding does not support {name}={value!r}: leave it out{hint}."
+                f"Self-sparse speculative decoding does not support {name}={value!r}{alias}: leave it out{hint}."
             )
     if "thinking_budget" in (request.sampling_params.custom_params or {}):
         raise ValueError(

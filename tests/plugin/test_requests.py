@@ -2,7 +2,7 @@
 
 import pytest
 
-from s3r_sglang.requests import refuse_inexact, seed_of_sample
+from s3r_sglang.requests import refuse_inexact, refuse_unknown, seed_of_sample
 
 
 @pytest.fixture
@@ -45,6 +45,21 @@ def request_of(plugin):
 )
 def test_exact_features_pass(request_of, params, options):
     refuse_inexact(request_of(params, **options))
+
+
+def test_unknown_sampling_parameters_are_named():
+    refuse_unknown({"temperature": 1.0, "sampling_seed": 3, "logit_bias": {"1": 2.0}})
+    with pytest.raises(
+        ValueError, match="sampling_params: unknown field 'temprature'; did you mean 'temperature'"
+    ):
+        refuse_unknown({"top_p": 1.0, "temprature": 1.0})
+
+
+def test_a_grammar_is_named_as_the_openai_api_names_it(request_of):
+    with pytest.raises(
+        ValueError, match=r"json_schema='\{\}' \(response_format in the OpenAI API\): leave it out"
+    ):
+        refuse_inexact(request_of({"json_schema": "{}"}))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def generate(url, **body):
         ),
         ({"sampling_params": {**SAMPLING, "min_new_tokens": 2}}, "does not support min_new_tokens=2"),
         ({"sampling_params": {**SAMPLING, "regex": "a+"}}, "does not support regex='a+'"),
+        ({"sampling_params": {"temprature": 1.0}}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"return_hidden_states": True}, "not configured to return hidden states"),
         ({"return_sampling_mask": True}, "does not support return_sampling_mask"),
     ],
@@ -112,7 +113,7 @@ def test_generate_refuses_with_400(url, body, sentence):
     ("body", "sentence"),
     [
         ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
-        ({"response_format": {"type": "json_object"}}, "json_schema="),
+        ({"response_format": {"type": "json_object"}}, "(response_format in the OpenAI API)"),
     ],
 )
 def test_openai_endpoint_refuses_with_400(url, body, sentence):

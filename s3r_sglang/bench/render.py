@@ -94,14 +94,16 @@ def _kernel_columns(report: Report) -> dict[str, Cell]:
     }
 
 
-def _sections(report: Report) -> dict[str, dict[str, Cell]]:
+def _sections(report: Report) -> dict[str, tuple[dict[str, Cell], list[SettingResult]]]:
+    """Columns and rows by title."""
+    rows = list(report.settings)
     sections = {
-        "Throughput": _throughput_columns(report),
-        "Stages (ms)": _stage_columns(report),
-        "Bytes read per step (weights + KV, predicted), and the rate achieved": _traffic_columns(),
+        "Throughput": (_throughput_columns(report), rows),
+        "Stages (ms)": (_stage_columns(report), rows),
+        "Bytes read per step (weights + KV, predicted), and the rate achieved": (_traffic_columns(), rows),
     }
-    if all(row.kernels for row in report.settings):
-        sections["Kernels of a traced run (ms)"] = _kernel_columns(report)
+    if traced := [row for row in rows if row.kernels]:
+        sections["Kernels of a traced run (ms)"] = (_kernel_columns(report), traced)
     return sections
 
 
@@ -126,11 +128,11 @@ def correctness_line(report: Report) -> str:
 def tables(report: Report) -> list[Table]:
     """For the terminal."""
     found = []
-    for title, columns in _sections(report).items():
+    for title, (columns, rows) in _sections(report).items():
         table = Table(title=f"{title}: {report.title}")
         for name in columns:
             table.add_column(name, justify="right")
-        for row in report.settings:
+        for row in rows:
             table.add_row(*(cell(row) for cell in columns.values()))
         found.append(table)
     return found
@@ -157,9 +159,9 @@ def markdown(report: Report, plot: str | None) -> str:
         f"- {correctness_line(report)}",
         "",
     ]
-    for title, columns in _sections(report).items():
+    for title, (columns, rows) in _sections(report).items():
         lines += [f"## {title}", "", _markdown_row(list(columns)), _markdown_row(["---"] * len(columns))]
-        lines += [_markdown_row([cell(row) for cell in columns.values()]) for row in report.settings]
+        lines += [_markdown_row([cell(row) for cell in columns.values()]) for row in rows]
         lines.append("")
     lines += [
         "Medians over repeats (lowest-highest). T_p, T_q, T_V: an autoregressive step, a draft step, the verify "

@@ -1,0 +1,141 @@
+"""OpenRLHF on the toy task with three engines: S3R, no speculation, and straight from the sparse policy.
+
+    python compare.py run --out runs --modes exact autoregressive direct --seeds 1 2 3
+    python compare.py report --out runs
+
+`run` needs `s3r-openrlhf setup`; it skips what is there already. `report` writes report.json and curves.png here.
+"""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from s3r_sglang.rl_integration.examples import openrlhf_toy
+
+STEPS, PROMPT_WORDS, NEW_TOKENS = 16, 40, 24
+HERE = Path(__file__).parent
+STEP = re.compile(r"Global step (\d+): (\{.*\})")
+METRICS = {
+    "reward": "rollout/reward_mean",
+    "mismatch": "vllm_kl",
+    "gradient_norm": "actor_grad_norm",
+    "accept_length": "s3r/accept_length",
+}
+
+
+def run(out: Path, mode: str, seed: int, prefix: list[str]) -> None:
+    """Train once; leaves out/MODE-SEED.json, {metric: [value of each step]}."""
+    result = out / f"{mode}-{seed}.json"
+    if result.exists():
+        return
+    folder = out / f"{mode}-{seed}"
+    openrlhf_toy.write(folder, openrlhf_toy.PROMPTS_PER_STEP * STEPS, PROMPT_WORDS)
+    words = openrlhf_toy.arguments(folder, folder, STEPS, NEW_TOKENS)
+    words += [
+        "--s3r.mode",
+        mode,
+        f"--train.seed={seed}",
+        "--algo.advantage.is_correction_threshold",
+        "0",
+        "1e9",
+    ]
+    cli = [sys.executable, "-m", "s3r_sglang.rl_integration.openrlhf.cli"]
+    log = folder / "run.log"
+    with log.open("w") as file:
+        subprocess.run([*prefix, *cli, *words], stdout=file, stderr=file, check=True)
+    steps = [ast.literal_eval(text) for _, text in STEP.findall(log.read_text())]
+    assert len(steps) == STEPS, log
+    rows = {name: [step.get(key) for step in steps] for name, key in METRICS.items()}
+    result.write_text(json.dumps(rows) + "\n")
+
+
+def report(out: Path) -> None:
+    """Compare what is in `out`: exact against autoregressive by permutation, direct by its mismatch."""
+    import numpy as np
+    from scipy import stats
+
+    runs: dict[str, list[dict[str, list[float]]]] = {}
+    for path in sorted(out.glob("*-*.json")):
+        runs.setdefault(path.stem.rsplit("-", 1)[0], []).append(json.loads(path.read_text()))
+    table = {}
+    for mode, group in runs.items():
+        mismatch = np.abs([r["mismatch"] for r in group])
+        table[mode] = {
+            "seeds": len(group),
+            "reward_first": float(np.mean([r["reward"][:2] for r in group])),
+            "reward_last": float(np.mean([r["reward"][-4:] for r in group])),
+            "mismatch_median": float(np.median(mismatch)),
+            "mismatch_max": float(mismatch.max()),
+            "gradient_norm_mean": float(np.mean([r["gradient_norm"][:8] for r in group])),
+        }
+    # One number per run: mean reward over the climb.
+    climb = {mode: [float(np.mean(r["reward"])) for r in group] for mode, group in runs.items()}
+    test = stats.permutation_test(
+        (climb["exact"], climb["autoregressive"]), lambda a, b: np.mean(a) - np.mean(b), vectorized=False
+    )
+    summary = {
+        "modes": table,
+        "mean_reward_of_runs": climb,
+        "exact_minus_autoregressive": float(test.statistic),
+        "permutation_p": float(test.pvalue),
+    }
+    (HERE / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot(runs)
+    print(json.dumps(summary, indent=2))
+
+
+def plot(runs: dict[str, list[dict[str, list[float]]]]) -> None:
+    """Curves of all runs, a colour per mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    titles = {
+        "reward": "mean reward",
+        "mismatch": "|rollout - trainer logprob|, mean over tokens of a step",
+        "gradient_norm": "gradient norm",
+    }
+    labels = {"exact": "S3R", "autoregressive": "no speculation", "direct": "direct-sparse"}
+    colors = {"exact": "tab:blue", "autoregressive": "tab:gray", "direct": "tab:red"}
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    for axis, (metric, title) in zip(axes, titles.items(), strict=True):
+        for mode, group in runs.items():
+            values = np.abs([r[metric] for r in group])
+            steps = np.arange(1, values.shape[1] + 1)
+            axis.plot(steps, values.T, color=colors[mode], alpha=0.3, linewidth=1)
+            axis.plot(steps, values.mean(0), color=colors[mode], label=labels[mode], linewidth=2)
+        axis.set(xlabel="step", title=title)
+    axes[1].set_yscale("log")
+    axes[0].legend()
+    figure.savefig(HERE / "curves.png", dpi=110)
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("run", "report"))
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--modes", nargs="+", default=["exact", "autoregressive", "direct"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--prefix", nargs="*", default=[], help="words before each command, as `nice`")
+    args = parser.parse_args()
+    if args.action == "report":
+        report(args.out)
+        return
+    args.out = args.out.absolute()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for seed in args.seeds:
+        for mode in args.modes:
+            run(args.out, mode, seed, args.prefix)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,8 @@ def attach(_, scheduler, *args, **kwargs) -> None:
         from s3r_sglang.scheduler.controller import KVController
 
         scheduler.s3r_kv = KVController(scheduler)
+        # The only part of the scheduler that SGLang's memory check knows.
+        scheduler.token_to_kv_pool_allocator.s3r_kv = scheduler.s3r_kv
 
 
 def next_batch(original, scheduler, running_batch, last_batch):
@@ -66,6 +68,14 @@ def busy_while_paused(idle: bool, scheduler, *args, **kwargs) -> bool:
     """After `Scheduler.is_fully_idle`: paused requests are in flight, so flushes and releases wait or fail."""
     controller = controller_of(scheduler)
     return idle and not (controller and controller.core.away)
+
+
+def count_pages_on_the_way(sizes: tuple[int, int], checker) -> tuple[int, int]:
+    """After `SchedulerInvariantChecker._get_total_uncached_sizes`: pages of requests that are being restored."""
+    controller = getattr(checker.token_to_kv_pool_allocator, "s3r_kv", None)
+    if controller is None:
+        return sizes
+    return sizes[0] + sum(one.num_pages for one in controller.core.restoring), sizes[1]
 
 
 def unpin(_, scheduler) -> None:

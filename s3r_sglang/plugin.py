@@ -89,6 +89,11 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.is_fully_idle", "AFTER", kv_scheduling.busy_while_paused),
     Hook(f"{_SCHEDULER}.release_host_resources", "AFTER", kv_scheduling.unpin),
     Hook(
+        f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
+        "AFTER",
+        kv_scheduling.count_pages_on_the_way,
+    ),
+    Hook(
         f"{_SRT}.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         "AROUND",
         logits_processor.keep_dtype,

@@ -18,10 +18,6 @@ def _applies(manager: Any) -> bool:
     return serves_rollouts(manager.server_args)
 
 
-def _wants_wait(request: Any) -> bool:
-    return request is not None and request.query_params.get("wait", "").lower() in ("1", "true")
-
-
 async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, request=None):
     """Around `update_weights_from_*`: with no group in flight, and not while the weights are released.
 
@@ -29,13 +25,14 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     paused engine, which never finishes what it holds; `wait=true` would not end there.
 
     Raises:
-        Refused: 409, which SGLang's endpoints return.
+        Refused: 409, which SGLang's endpoints return; 400 for a parameter `wait` that is no boolean.
     """
-    from s3r_sglang.server.gate import Refused, gate_of
+    from s3r_sglang.server.gate import Refused, gate_of, wants_wait
 
     if not _applies(manager):
         return await original(manager, obj, request)
     gate = gate_of(manager)
+    wait = wants_wait({} if request is None else request.query_params)
     if "weights" in gate.sleeping:
         raise Refused(409, 'The weights are released: call /resume_memory_occupation with tags ["weights"].')
     aborts = getattr(obj, "abort_all_requests", False)
@@ -43,7 +40,7 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
         manager.abort_request(abort_all=True)
     elif manager.is_pause and gate.in_flight:
         raise gate.busy()
-    async with gate.exclusive(wait=aborts or _wants_wait(request)):
+    async with gate.exclusive(wait=aborts or wait):
         # Counted before the outcome is known: an update that failed half-way has changed weights too.
         gate.weight_updates += 1
         if manager.is_pause:
@@ -76,13 +73,13 @@ async def release_memory(original: Callable[..., Awaitable[Any]], manager, obj, 
     Raises:
         Refused: 409 if requests are in progress, 400 for an unknown tag.
     """
-    from s3r_sglang.server.gate import Refused, gate_of
+    from s3r_sglang.server.gate import Refused, gate_of, wants_wait
 
     if not _applies(manager):
         return await original(manager, obj, request)
     gate = gate_of(manager)
     tags = _tags(obj)
-    wait = _wants_wait(request)
+    wait = wants_wait({} if request is None else request.query_params)
     async with gate.exclusive(wait):
         if manager.rid_to_state and not wait and not manager.is_pause:
             raise Refused(409, "Requests are in progress: abort them, or add ?wait=true.")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import HTTPException
 
@@ -20,6 +20,14 @@ class Refused(HTTPException):
 def asleep(tags: set[str]) -> Refused:
     names = " and ".join(sorted(tags))
     return Refused(503, f"The engine is asleep ({names} released): call /resume_memory_occupation first.")
+
+
+def wants_wait(query: Mapping[str, str]) -> bool:
+    """The parameter `wait` of a request that changes weights or memory; raises Refused (400) for nonsense."""
+    value = query.get("wait", "false").lower()
+    if value not in ("true", "1", "false", "0"):
+        raise Refused(400, f"wait: must be true or false, not {value[:20]!r}.")
+    return value in ("true", "1")
 
 
 class Gate:

@@ -11,12 +11,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
 from starlette.middleware import Middleware
 
-from s3r_sglang.config import config_of
+from s3r_sglang.config import config_of, is_self_sparse
 from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
-from s3r_sglang.server.gate import Gate, Refused, gate_of
+from s3r_sglang.server.gate import Gate, Refused, gate_of, wants_wait
 from s3r_sglang.server.jobs import Job
 from s3r_sglang.server.middleware import GateMiddleware, PageMiddleware, StreamErrorMiddleware, error
+from s3r_sglang.server.openapi import WAIT, refusals, request_body
 from s3r_sglang.server.protocol import (
     MAX_BODY_BYTES,
     RolloutRequest,
@@ -25,6 +26,7 @@ from s3r_sglang.server.protocol import (
 )
 from s3r_sglang.server.stats import Stats
 
+NDJSON = "application/x-ndjson"
 # nginx's code for "client closed request": nobody receives it, the access log shows it.
 CLIENT_GONE = 499
 
@@ -47,7 +49,8 @@ class Service:
         self.manager = manager
         self.gate: Gate = gate_of(manager)
         self.stats = Stats()
-        self.config = config_of(manager.server_args)
+        self.speculative = is_self_sparse(manager.server_args.speculative_algorithm)
+        self.draft_length = config_of(manager.server_args).draft_length if self.speculative else 0
         context = manager.model_config.context_len
         self.limits = groups.Limits(
             context=context,
@@ -63,11 +66,17 @@ class Service:
                 raise groups.BadRequestError(
                     f"prompts: the server takes at most {self.gate.max_groups} groups at a time."
                 )
+            if not self.speculative and (
+                body.seed is not None or any(p.seed is not None for p in body.prompts)
+            ):
+                raise groups.BadRequestError(
+                    "seed: a server without speculation gives all samples the same one."
+                )
             # Tokenising 64 MB of text takes seconds, in which the event loop has other clients.
             plans = await anyio.to_thread.run_sync(
                 groups.plan, body, self.manager.tokenizer, self.limits, abandon_on_cancel=True
             )
-            job = Job(self.manager, plans, self.stats, self.config.draft_length)
+            job = Job(self.manager, plans, self.stats, self.draft_length)
             await _unless_disconnected(request, job.start())
         except ValidationError as fault:
             return error(400, sentence(fault, RolloutRequest))
@@ -81,7 +90,7 @@ class Service:
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         if body.stream:
-            return StreamingResponse(_lines(job), media_type="application/x-ndjson")
+            return StreamingResponse(_lines(job), media_type=NDJSON)
         try:
             results = await _unless_disconnected(request, _collect(job))
         except ClientGoneError:
@@ -138,10 +147,10 @@ class Service:
             }
         )
 
-    async def begin_update(self, wait: bool = False) -> Response:
+    async def begin_update(self, request: Request) -> Response:
         """Close the gate for a weight update in several requests; 409 while groups are in flight."""
         try:
-            return JSONResponse({"session": await self.gate.open_session(wait)})
+            return JSONResponse({"session": await self.gate.open_session(wants_wait(request.query_params))})
         except Refused as refusal:
             return error(refusal.status_code, refusal.detail)
 
@@ -169,7 +178,12 @@ def mount(app: FastAPI, state: Any) -> None:
     router = APIRouter(prefix="/s3r", tags=["s3r"])
     admin = auth_level(AuthLevel.ADMIN_OPTIONAL)
 
-    @router.post("/rollout", openapi_extra=_body_schema(RolloutRequest), response_model=RolloutResponse)
+    @router.post(
+        "/rollout",
+        openapi_extra=request_body(RolloutRequest),
+        response_model=RolloutResponse,
+        responses={200: {"content": {NDJSON: {}}}, **refusals(400, 413, 429, 503)},
+    )
     async def rollout(request: Request) -> Response:
         return await service.rollout(request)
 
@@ -177,7 +191,7 @@ def mount(app: FastAPI, state: Any) -> None:
     async def stats() -> Response:
         return await service.statistics()
 
-    @router.get("/ready")
+    @router.get("/ready", responses=refusals(503))
     async def ready() -> Response:
         return await service.ready()
 
@@ -186,12 +200,12 @@ def mount(app: FastAPI, state: Any) -> None:
     async def weights() -> Response:
         return service.weights()
 
-    @router.post("/weights/begin")
+    @router.post("/weights/begin", openapi_extra=WAIT, responses=refusals(400, 409))
     @admin
-    async def begin(wait: bool = False) -> Response:
-        return await service.begin_update(wait)
+    async def begin(request: Request) -> Response:
+        return await service.begin_update(request)
 
-    @router.post("/weights/commit", openapi_extra=_body_schema(Commit))
+    @router.post("/weights/commit", openapi_extra=request_body(Commit), responses=refusals(400, 409, 413))
     @admin
     async def commit(request: Request) -> Response:
         return await service.commit_update(request)
@@ -202,24 +216,6 @@ def mount(app: FastAPI, state: Any) -> None:
     app.user_middleware.insert(0, Middleware(PageMiddleware))
     # The last are innermost: behind the authentication.
     app.user_middleware += [Middleware(StreamErrorMiddleware), Middleware(GateMiddleware, gate=service.gate)]
-
-
-def _body_schema(model: type[Strict]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inline(node: Any) -> Any:
-        """OpenAPI resolves references from the root of its document, where these definitions are not."""
-        if isinstance(node, list):
-            return [inline(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            return inline(definitions[node["$ref"].rsplit("/", 1)[1]])
-        return {key: inline(value) for key, value in node.items()}
-
-    content = {"application/json": {"schema": inline(schema)}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 async def _body(request: Request) -> bytes:

@@ -7,11 +7,14 @@ elsewhere.
 """
 
 import math
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # 0.29 * 100 is 28.999999999999996 in float64: without slack such a product would lose a request.
 FLOOR_SLACK = 1e-9
+# C_min of C_max in the paper: 160 of 256.
+MINIMUM_SHARE = 0.625
 
 
 class AimdConfig(BaseModel):
@@ -42,6 +45,24 @@ class AimdConfig(BaseModel):
                 f"low_utilization {self.low_utilization} exceeds high_utilization {self.high_utilization}"
             )
         return self
+
+    @classmethod
+    def for_slots(
+        cls, slots: int, minimum: int | None = None, maximum: int | None = None, **constants: Any
+    ) -> "AimdConfig":
+        """The rule of an engine that runs at most `slots` requests at once.
+
+        Bounds that are not given follow the slots in the paper's proportion: 160 … 256 for 256. A higher maximum
+        could not be reached, a fixed lower one would leave slots idle though memory is free.
+
+        Raises:
+            ValueError: the maximum exceeds the slots, or a constant is out of its range.
+        """
+        if maximum is not None and maximum > slots:
+            raise ValueError(f"maximum {maximum} exceeds the {slots} requests that the engine runs at once")
+        maximum = maximum or slots
+        minimum = minimum or max(1, math.ceil(MINIMUM_SHARE * maximum))
+        return cls(minimum=minimum, maximum=maximum, **constants)
 
     def within(self, slots: int) -> "AimdConfig":
         """The same rule for an engine that runs at most `slots` requests at once.

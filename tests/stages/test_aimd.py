@@ -62,6 +62,22 @@ def test_an_engine_with_fewer_slots_keeps_the_proportion():
     assert (AimdConfig().within(1).minimum, AimdConfig().within(1).maximum) == (1, 1)
 
 
+def test_bounds_follow_the_slots_unless_given():
+    def bounds(*arguments, **given):
+        config = AimdConfig.for_slots(*arguments, **given)
+        return config.minimum, config.maximum
+
+    assert AimdConfig.for_slots(256) == AimdConfig()
+    assert [bounds(slots) for slots in (1, 8, 32, 448)] == [(1, 1), (5, 8), (20, 32), (280, 448)]
+    assert bounds(256, maximum=100) == (63, 100)
+    assert bounds(256, minimum=200) == (200, 256)
+    assert AimdConfig.for_slots(300, increase=9).increase == 9
+    with pytest.raises(ValueError, match="maximum 257 exceeds the 256 requests"):
+        AimdConfig.for_slots(256, maximum=257)
+    with pytest.raises(ValidationError, match="minimum 200 exceeds maximum 128"):
+        AimdConfig.for_slots(128, minimum=200)
+
+
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
@@ -149,6 +165,7 @@ def test_lasting_pressure_reaches_the_minimum_and_never_starves(config, sequence
 @given(configs(), steps, st.integers(1, 600))
 def test_any_number_of_slots_has_a_rule(config, sequence, slots):
     fitted = config.within(slots)
+    assert AimdConfig.for_slots(slots).maximum == slots
     assert 1 <= fitted.minimum <= fitted.maximum == min(slots, config.maximum)
     policy = AimdPolicy(fitted)
     assert all(policy.update(*step) <= slots for step in sequence)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from s3r_sglang.kernels.reference.philox import Stream
+from s3r_testing import random_llama
 from typer.testing import CliRunner
 
 from s3r_sglang.bench import execute, kernel_times, load, paper, render, traffic
@@ -445,7 +446,7 @@ def test_a_job_that_cannot_be_run_is_refused_before_an_engine_starts(words, faul
 @pytest.mark.slow
 def test_the_command_measures_two_real_engines(tmp_path):
     """Float32 and real (if random) weights, so greedy responses are equal; long requests get the profile."""
-    write_tiny_llama(tmp_path / "tiny")
+    random_llama().save_pretrained(tmp_path / "tiny")
     # fmt: off
     words = [
         "--model", tmp_path / "tiny", "--sweep", "4x96,3x64", "--new-tokens", "64", "--settle-tokens", "8",
@@ -476,23 +477,3 @@ def test_the_command_measures_two_real_engines(tmp_path):
         assert 0 < parts < 1.2 * row.stages.round_ms
     assert "IMPOSED ACCEPTANCE" in (tmp_path / "out" / "report.md").read_text()
     assert "IMPOSED ACCEPTANCE" in done.stderr
-
-
-def write_tiny_llama(folder):
-    """A random Llama with 64 tokens whose distributions are not flat."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)

@@ -1,19 +1,20 @@
 """The `s3r` command: arguments, defaults by device, refusals, and the doctor's findings."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import httpx
+import psutil
 import pytest
+from s3r_testing import free_port, server_process
 from typer.testing import CliRunner
 
 from s3r_sglang import cpu, doctor, launch, models
 from s3r_sglang.cli import app
+from s3r_sglang.config import S3RConfig, flag_of
 
 S3R = [sys.executable, "-c", "from s3r_sglang.cli import main; main()"]
 
@@ -47,19 +48,21 @@ def test_an_autoregressive_engine_drops_what_concerns_speculation():
     assert launch.arguments(given, on_gpu=True, speculative=False) == ["--tp", "2", "--x"]
 
 
-def test_an_unknown_model_is_refused():
-    result = invoke("model", "fetch", "gpt2")
-    assert result.exit_code == 1
-    assert "unknown model 'gpt2'" in result.output
-
-
 def test_a_bad_prompt_file_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"id": 1}\n')
     words = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]
     result = invoke("rollout", *words)
     assert result.exit_code == 1
-    assert "p.jsonl:1: needs exactly one of" in result.output.replace("\n", "")
+    assert result.output.endswith("p.jsonl:1: needs exactly one of prompt, messages and token_ids.\n")
+    assert result.output.count("\n") == 1
     assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_what_looks_like_markup_is_printed_as_it_is(tmp_path):
+    words = ["--model", tmp_path, "--prompts", tmp_path / "[red]p[/x].jsonl", "--out", tmp_path / "o.jsonl"]
+    result = invoke("rollout", *words)
+    assert result.exit_code == 1
+    assert "[red]p[/x].jsonl: cannot be read" in result.output
 
 
 def test_results_are_not_overwritten(tmp_path):
@@ -96,40 +99,75 @@ def test_the_doctor_fails_when_hooks_are_missing():
     assert "-> another plugin may be in the way" in done.stderr
 
 
-@contextlib.contextmanager
-def serving(*words):
-    """`s3r serve` on a free port, until it answers; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [*S3R, "serve", "--port", str(port), "--log-level", "error", *words]
-    server = subprocess.Popen(command, env=environ, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 400
-        while True:
-            assert server.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not come up"
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            time.sleep(1)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
 @pytest.mark.slow
-def test_serve_speculates_without_being_told_more_than_the_model():
-    with serving("--model-path", str(models.fetch("smollm2"))) as url:
+def test_serve_speculates_without_being_told_more_than_the_model_and_ends_at_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    port, log = free_port(), tmp_path / "log"
+    command = [*S3R, "serve", "--port", str(port), "--model-path", str(models.fetch("smollm2"))]
+    with server_process(command, port, log, ready="/health") as (process, url):
         sampling = {"max_new_tokens": 16, "temperature": 0}
         answer = httpx.post(
             f"{url}/generate",
             json={"text": "The capital of France is", "sampling_params": sampling},
             timeout=120,
         ).json()
+        # What a terminal does: every process of the foreground gets the signal.
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0
     assert answer["text"].startswith(" Paris")
     assert answer["meta_info"]["completion_tokens"] == 16
     assert answer["meta_info"]["s3r_accept_length"] > 1
+    assert "Shutting down" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_server_starts_is_one_line(tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*S3R, "serve", "--port", str(port), "--model-path", str(models.fetch("smollm2"))],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    # The resource tracker, the scheduler and the detokenizer: from now on SGLang waits for the model to load.
+    deadline = time.monotonic() + 200
+    while len(psutil.Process(process.pid).children()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert log.read_text().rstrip().endswith("stopped before the server was ready")
+    assert "Traceback" not in log.read_text()
+
+
+def test_serves_help_lists_the_flags_of_s3r():
+    output = invoke("serve", "--help").output
+    for name in S3RConfig.model_fields:
+        assert flag_of(name) in output
+
+
+def test_a_misspelt_model_gets_one_line():
+    result = invoke("model", "fetch", "smolm2")
+    assert result.exit_code == 1
+    assert result.output.strip() == "error: unknown model 'smolm2'; did you mean 'smollm2'?"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--s3r-mode", "direct"], ["--s3r-mode=direct"], ["--s3r-config", "{yaml}"]]
+)
+def test_compare_refuses_responses_of_another_law(tmp_path, argv):
+    (tmp_path / "direct.yaml").write_text("mode: direct\n")
+    argv = [word.format(yaml=tmp_path / "direct.yaml") for word in argv]
+    words = [
+        "--model",
+        tmp_path,
+        "--prompts",
+        tmp_path / "p.jsonl",
+        "--out",
+        tmp_path / "o.jsonl",
+        "--compare",
+    ]
+    result = invoke("rollout", *words, *argv)
+    assert result.exit_code == 1
+    assert result.output.endswith("have another: drop one of the two\n")

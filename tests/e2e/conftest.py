@@ -4,11 +4,11 @@ import contextlib
 import importlib.util
 import json
 import pydoc_data.topics
-import socket
 from pathlib import Path
 
 import pytest
 import torch
+from s3r_testing import free_port, random_llama
 
 from s3r_sglang import cpu, models
 
@@ -21,12 +21,6 @@ GPU_ARGS = {
     "grammar_backend": "none",
     "cuda_graph_bs_decode": [1, 4, 16, 64, 200],
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -48,25 +42,7 @@ def run_engine(model_path, **kwargs):
 
 def make_tiny_llama(folder, vocab_size: int, seed: int = 0, **overrides):
     """Write a random Llama whose next-token distribution depends strongly on the whole context."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        # SGLang's CUDA kernels for rotary embeddings begin at 64; a CPU is done sooner with 16.
-        "head_dim": 64 if torch.cuda.is_available() else 16,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**shape, **overrides})).float().eval()
+    model = random_llama(seed, vocab_size=vocab_size, **overrides)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:

@@ -1,10 +1,8 @@
 """`s3r serve` as a user runs it: a server process with SmolLM2, the OpenAI client, and `/generate`."""
 
-import contextlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from s3r_testing import server_process
 
 pytestmark = pytest.mark.slow
 
@@ -28,26 +27,8 @@ def server(tmp_path_factory, smollm2, unused_port):
     command += ["--model-path", str(smollm2), "--served-model-name", MODEL, "--port", str(unused_port)]
     command += ["--max-total-tokens", "20000", "--max-running-requests", "16", "--mem-fraction-static", "0.3"]
     command += ["--s3r-budget-ratio", "0.1", "--s3r-recent-window", "48", "--enable-metrics"]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
-    try:
-        wait_until_ready(process, f"http://127.0.0.1:{unused_port}", log)
-        yield process, f"http://127.0.0.1:{unused_port}"
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(60)
-
-
-def wait_until_ready(process, url, log, seconds=600):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health_generate", timeout=60).status_code == 200:
-                return
-        time.sleep(1)
-    pytest.fail(log.read_text())
+    with server_process(command, unused_port, log) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,12 @@
 """One real server, started with `sglang serve`: refusals over HTTP, seeds of a group, observability."""
 
-import contextlib
-import os
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from s3r_testing import free_port, random_llama, server_process, write_word_tokenizer
 
 from s3r_sglang import cpu
 
@@ -18,30 +14,6 @@ pytestmark = pytest.mark.slow
 
 PROMPT = {"input_ids": [5, 6, 7, 8] * 16}
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-
-
-def write_model(folder, vocab_size=64):
-    """A random Llama with a tokenizer of one-letter words, so that the OpenAI endpoints work."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    ).save_pretrained(folder)
 
 
 def serve_command(model, port, *flags):
@@ -53,36 +25,15 @@ def serve_command(model, port, *flags):
     return [*command, "--mem-fraction-static", "0.3", *flags]
 
 
-def wait_until_healthy(process, url, log, seconds=600):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health_generate", timeout=30).status_code == 200:
-                return
-        time.sleep(1)
-    pytest.fail(log.read_text())
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    write_model(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    random_llama(max_position_embeddings=512, eos_token_id=1).save_pretrained(folder)
+    write_word_tokenizer(folder)
     flags = "--speculative-algorithm self-sparse --s3r-min-budget 8 --s3r-recent-window 4 --enable-metrics"
-    log = folder / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            serve_command(folder, port, *flags.split()), stdout=out, stderr=out, env=dict(os.environ)
-        )
-    try:
-        wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+    port = free_port()
+    with server_process(serve_command(folder, port, *flags.split()), port, folder / "log") as (_, address):
+        yield address
 
 
 def generate(url, **body):

@@ -87,9 +87,7 @@ def bench_kv(
     ] = "auto",
     variants: Annotated[
         str,
-        typer.Option(
-            help="Which of ar, recompute, offload-low, offload-mid, offload, aimd to run now, or all."
-        ),
+        typer.Option(help="Which rows to run now (ar,aimd,…); a wrong name lists them."),
     ] = "all",
     requests: Annotated[int, typer.Option(min=1, help="Responses in all, sent at once.")] = 512,
     group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,

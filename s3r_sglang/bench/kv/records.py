@@ -18,10 +18,13 @@ class Variant(Record):
     Attributes:
         policy: of `--s3r-kv-policy`; None for autoregressive decoding.
         share: of the slots that may be active at a time.
+        headroom: whether the default of `--s3r-kv-headroom` holds. Without, a request is admitted or restored as
+            soon as the next round fits, which is the paper's check.
     """
 
     policy: str | None
     share: Fraction = Fraction(1)
+    headroom: bool = True
 
     def limit(self, slots: int) -> int:
         """Most active requests, given the slots of the engine."""
@@ -31,16 +34,20 @@ class Variant(Record):
         """As the paper's Table 2 has it: "Offload-128", and "AIMD" without a number."""
         if self.policy is None:
             return "AR"
-        return "AIMD" if self.policy == "aimd" else f"{self.policy.capitalize()}-{self.limit(slots)}"
+        if self.policy == "aimd":
+            return "AIMD"
+        title = f"{self.policy.capitalize()}-{self.limit(slots)}"
+        return f"{title}, headroom" if self.policy == "offload" and self.headroom else title
 
 
-# The paper's rows; 128 and 160 of 256 slots for the two low limits.
+# The paper's rows, with 128 and 160 of 256 slots for the two low limits, and one more: what headroom does alone.
 VARIANTS = {
     "ar": Variant(policy=None),
     "recompute": Variant(policy="recompute"),
-    "offload-low": Variant(policy="offload", share=Fraction(1, 2)),
-    "offload-mid": Variant(policy="offload", share=Fraction(5, 8)),
-    "offload": Variant(policy="offload"),
+    "offload-low": Variant(policy="offload", share=Fraction(1, 2), headroom=False),
+    "offload-mid": Variant(policy="offload", share=Fraction(5, 8), headroom=False),
+    "offload": Variant(policy="offload", headroom=False),
+    "offload-headroom": Variant(policy="offload"),
     "aimd": Variant(policy="aimd"),
 }
 

@@ -99,6 +99,8 @@ def _engine_argv(job: KvJob, key: str, folder: Path, workload: Workload) -> list
     policy = ["--s3r-kv-policy", variant.policy] if variant.policy else []
     if variant.share < 1:
         policy += ["--s3r-kv-limit", str(variant.limit(job.slots))]
+    if not variant.headroom:
+        policy += ["--s3r-kv-headroom", "0"]
     # fmt: off
     return [
         "--model-path", str(folder), "--load-format", job.load_format, "--skip-tokenizer-init",

@@ -117,6 +117,7 @@ class RolloutEngine:
         # Two locks, because a revival asks the trainer for weights, and the trainer asks whether we are ready.
         self._starting = asyncio.Lock()
         self._revival = asyncio.Lock()
+        self._fault: ServerError | None = None
         self._totals = Totals()
         self._in_flight = 0
         self._busy_since = 0.0
@@ -254,8 +255,15 @@ class RolloutEngine:
             ServerError: it does not start, or was restarted too often.
         """
         async with self._starting:
+            if self._fault is not None:
+                raise self._fault
             if not self._server.alive:
-                await self._start()
+                try:
+                    await self._start()
+                except ServerError as error:
+                    # Whoever asks next gets the same answer instead of another start.
+                    self._fault = error
+                    raise
         return EngineState(self._server.url, self._server.api_key, self._server.lives, self._version)
 
     async def _start(self) -> None:

@@ -83,16 +83,17 @@ class Run:
             strategy.__class__ = CPUStrategy
         return strategy
 
-    def create_engines(self, *_: Any, **__: Any) -> list[Any]:
-        """In the place of OpenRLHF's `create_vllm_engines`; returns once all servers are ready.
+    def create_engines(self, *positional: Any, **_: Any) -> list[Any]:
+        """In the place of OpenRLHF's `create_vllm_engines`.
 
-        Its positional arguments are parts of the arguments that `get_strategy` saw, but for the placement group
-        of a colocated run.
+        What it is given is known from the arguments that `get_strategy` saw, but for the placement group of a
+        colocated run. The servers start while the trainer's models load, whose first transfer of weights waits for
+        them. Colocated ones are asleep before, because their GPUs hold one of the two at a time.
         """
         args = self._args
-        (group,) = [word for word in _ if isinstance(word, PlacementGroup)] or [None]
-        share = COLOCATED_SHARE if group else None
-        group = group or _bundles(args.vllm.num_engines, args.vllm.tensor_parallel_size)
+        colocated = [word for word in positional if isinstance(word, PlacementGroup)]
+        share = COLOCATED_SHARE if colocated else None
+        group = colocated[0] if colocated else _bundles(args.vllm.num_engines, args.vllm.tensor_parallel_size)
         key = secrets.token_hex(16)
         engines = []
         for index in range(args.vllm.num_engines):
@@ -111,7 +112,9 @@ class Run:
                     server, self._options.restarts, args.train.agent_func_path, args.reward.remote_url
                 )
             )
-        ray.get([engine.ready.remote() for engine in engines])
+        starts = [engine.ready.remote() for engine in engines]
+        if colocated:
+            ray.get(starts)
         if args.vllm.enable_sleep:
             ray.get([engine.sleep.remote() for engine in engines])
         return engines

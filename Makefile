@@ -4,6 +4,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_OUT ?= out/demo.jsonl
+# Test files side by side, each with an engine of three processes (about 2.5 GB); 0: one after the other.
+TEST_WORKERS ?= 0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -43,7 +45,7 @@ demo: setup
 
 test: setup
 	$(MODEL) smollm2
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # Everything that takes seconds.
 quick: setup

@@ -22,9 +22,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def num_splits(device: torch.device, pairs: int, programs_per_sm: int, max_splits: int) -> int:
-    """Splits of the KV of each (request, KV head) pair that give every SM about `programs_per_sm` programs.
-
-    A power of two, so that the batch buckets of CUDA graphs share few compiled kernels.
+    """Splits of the KV of each (request, KV head) pair, a power of two, that give every SM about
+    `programs_per_sm` programs.
     """
     wanted = programs_per_sm * num_multiprocessors(device) // max(pairs, 1)
     splits = max(1, min(wanted, max_splits))

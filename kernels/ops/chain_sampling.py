@@ -48,7 +48,7 @@ _TILES = _Tiles()
 @triton.jit
 def _row_stats_kernel(
     logits, temperatures, maxima, sums, argmaxes, vocab, chunk, logits_stride, rows_per_request,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum of exponentials and first argmax of logits / temperature over one chunk of one row."""
     row, split = tl.program_id(0), tl.program_id(1)
@@ -73,20 +73,23 @@ def _row_stats_kernel(
     maximum = tl.max(highest, axis=0)
     # A lane whose maximum is -inf has seen masked tokens only; its sum means nothing.
     total = tl.where(highest > float("-inf"), total * tl.exp(highest - maximum), 0.0)
-    partial = row * SPLITS + split
+    partial = row * tl.num_programs(1) + split
     tl.store(maxima + partial, maximum)
     tl.store(sums + partial, tl.sum(total, axis=0))
     tl.store(argmaxes + partial, tl.min(tl.where(highest == maximum, where_highest, _INT32_MAX), axis=0))
 
 
 @triton.jit
-def _load_row_stats(maxima, sums, argmaxes, row, SPLITS: tl.constexpr):
+def _load_row_stats(maxima, sums, argmaxes, row, splits, MAX_SPLITS: tl.constexpr):
     """Combine the chunks of a row: maximum, inverse of the normaliser, first argmax."""
-    partials = row * SPLITS + tl.arange(0, SPLITS)
-    highest, total = tl.load(maxima + partials), tl.load(sums + partials)
+    split = tl.arange(0, MAX_SPLITS)
+    partials = row * splits + split
+    highest = tl.load(maxima + partials, mask=split < splits, other=float("-inf"))
+    total = tl.load(sums + partials, mask=split < splits, other=0.0)
     maximum = tl.max(highest, axis=0)
     normaliser = tl.sum(tl.where(highest > float("-inf"), total * tl.exp(highest - maximum), 0.0), axis=0)
-    candidates = tl.where(highest == maximum, tl.load(argmaxes + partials), _INT32_MAX)
+    places = tl.load(argmaxes + partials, mask=split < splits, other=_INT32_MAX)
+    candidates = tl.where(highest == maximum, places, _INT32_MAX)
     return maximum, 1.0 / normaliser, tl.min(candidates, axis=0)
 
 
@@ -106,18 +109,25 @@ def _race(weights, noise, lanes, best_score, best_token):
 
 
 @triton.jit
+def _load_partials(scores, tokens, row, splits, MAX_SPLITS: tl.constexpr):
+    """Best scores and tokens of the chunks of a row; padding has a score below all."""
+    split = tl.arange(0, MAX_SPLITS)
+    score = tl.load(scores + row * splits + split, mask=split < splits, other=-3.0)
+    return score, tl.load(tokens + row * splits + split, mask=split < splits, other=_INT32_MAX)
+
+
+@triton.jit
 def _winner(scores, tokens):
     """The best score and its token, the lowest on ties."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, tokens, _INT32_MAX), axis=0)
 
 
-@triton.jit(do_not_specialize=["step", "stream"])
+@triton.jit(do_not_specialize=["step", "stream", "stats_splits"])
 def _draft_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step, stream,
-    vocab, chunk, source_stride, q_stride,
-    FROM_LOGITS: tl.constexpr, STATS_SPLITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    vocab, chunk, source_stride, q_stride, stats_splits,
+    FROM_LOGITS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Race over one chunk of a row of the source: logits, whose distribution goes to q_out, or weights."""
     row, split = tl.program_id(0), tl.program_id(1)
@@ -125,7 +135,9 @@ def _draft_race_kernel(
     base = source + row.to(tl.int64) * source_stride
     if FROM_LOGITS:
         inverse_temperature, greedy = 1.0 / tl.load(temperatures + row), tl.load(top_ks + row) <= 1
-        maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+        maximum, inverse_normaliser, argmax = _load_row_stats(
+            maxima, sums, argmaxes, row, stats_splits, MAX_SPLITS
+        )
     start = split * chunk
     best_score = tl.full([BLOCK], -2.0, tl.float32)
     best_token = start + tl.arange(0, BLOCK)
@@ -141,24 +153,25 @@ def _draft_race_kernel(
         noise = exponentials_of_lanes(seed, round_, step, stream, first, BLOCK)
         best_score, best_token = _race(weights, noise, lanes, best_score, best_token)
     score, token = _winner(best_score, best_token)
-    tl.store(scores + row * SPLITS + split, score)
-    tl.store(tokens + row * SPLITS + split, token)
+    partial = row * tl.num_programs(1) + split
+    tl.store(scores + partial, score)
+    tl.store(tokens + partial, token)
 
 
-@triton.jit
-def _draft_winner_kernel(scores, tokens, out, SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def _draft_winner_kernel(scores, tokens, out, splits, MAX_SPLITS: tl.constexpr):
     row = tl.program_id(0)
-    partials = row * SPLITS + tl.arange(0, SPLITS)
-    _, token = _winner(tl.load(scores + partials), tl.load(tokens + partials))
+    score, token = _load_partials(scores, tokens, row, splits, MAX_SPLITS)
+    _, token = _winner(score, token)
     tl.store(out + row, token.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["batch_size"])
+@triton.jit(do_not_specialize=["batch_size", "stats_splits"])
 def _verify_race_kernel(
     source, temperatures, top_ks, maxima, sums, argmaxes, draft_tokens, q, num_accepted, scores, tokens,
-    seeds, rounds, batch_size, vocab, chunk, source_stride, q_stride_request, q_stride_step,
-    FROM_LOGITS: tl.constexpr, NUM_DRAFTS: tl.constexpr, STATS_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    seeds, rounds, batch_size, vocab, chunk, source_stride, q_stride_request, q_stride_step, stats_splits,
+    FROM_LOGITS: tl.constexpr, NUM_DRAFTS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Accept drafts, then race for the next token over one chunk of the first rejected (or the bonus) row.
 
@@ -177,7 +190,9 @@ def _verify_race_kernel(
         token = tl.load(draft_tokens + request * NUM_DRAFTS + j).to(tl.int32)
         p_drafted = tl.load(source + row.to(tl.int64) * source_stride + token).to(tl.float32)
         if FROM_LOGITS:
-            maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+            maximum, inverse_normaliser, argmax = _load_row_stats(
+                maxima, sums, argmaxes, row, stats_splits, MAX_SPLITS
+            )
             p_drafted = _probs(
                 p_drafted * inverse_temperature, token, maximum, inverse_normaliser, argmax, greedy
             )
@@ -189,7 +204,9 @@ def _verify_race_kernel(
     base = source + row.to(tl.int64) * source_stride
     q_row = q + request.to(tl.int64) * q_stride_request + tl.minimum(accepted, NUM_DRAFTS - 1) * q_stride_step
     if FROM_LOGITS:
-        maximum, inverse_normaliser, argmax = _load_row_stats(maxima, sums, argmaxes, row, STATS_SPLITS)
+        maximum, inverse_normaliser, argmax = _load_row_stats(
+            maxima, sums, argmaxes, row, stats_splits, MAX_SPLITS
+        )
     start = split * chunk
     residual_score = tl.full([BLOCK], -2.0, tl.float32)
     target_score = residual_score
@@ -208,27 +225,28 @@ def _verify_race_kernel(
         noise = exponentials_of_lanes(seed, round_, 0, _RESIDUAL, first, BLOCK)
         residual_score, residual_token = _race(p - q_next, noise, lanes, residual_score, residual_token)
         target_score, target_token = _race(p, noise, lanes, target_score, target_token)
-    partial = request * SPLITS + split
+    splits = tl.num_programs(1)
+    partial = request * splits + split
     score, token = _winner(residual_score, residual_token)
     tl.store(scores + partial, score)
     tl.store(tokens + partial, token)
     score, token = _winner(target_score, target_token)
-    tl.store(scores + batch_size * SPLITS + partial, score)
-    tl.store(tokens + batch_size * SPLITS + partial, token)
+    tl.store(scores + batch_size * splits + partial, score)
+    tl.store(tokens + batch_size * splits + partial, token)
     if split == 0:
         tl.store(num_accepted + request, accepted)
 
 
-@triton.jit(do_not_specialize=["batch_size"])
+@triton.jit(do_not_specialize=["batch_size", "splits"])
 def _verify_winner_kernel(
-    num_accepted, scores, tokens, draft_tokens, out, accept_lens, batch_size,
-    NUM_DRAFTS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    num_accepted, scores, tokens, draft_tokens, out, accept_lens, batch_size, splits,
+    NUM_DRAFTS: tl.constexpr, COLUMNS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
-    partials = request * SPLITS + tl.arange(0, SPLITS)
-    residual_score, residual_token = _winner(tl.load(scores + partials), tl.load(tokens + partials))
-    partials += batch_size * SPLITS
-    _, target_token = _winner(tl.load(scores + partials), tl.load(tokens + partials))
+    score, token = _load_partials(scores, tokens, request, splits, MAX_SPLITS)
+    residual_score, residual_token = _winner(score, token)
+    score, token = _load_partials(scores, tokens, batch_size + request, splits, MAX_SPLITS)
+    _, target_token = _winner(score, token)
     next_token = tl.where(residual_score > 0.0, residual_token, target_token)
 
     accepted = tl.load(num_accepted + request)
@@ -247,6 +265,11 @@ def _split(rows: int, vocab: int, device: torch.device) -> tuple[int, int]:
     return splits, triton.cdiv(blocks, splits) * _TILES.block
 
 
+def _max_splits(vocab: int) -> int:
+    """Bound of the number of chunks per row. Kernels know this alone, so that all batch sizes share them."""
+    return triton.next_power_of_2(triton.cdiv(vocab, _TILES.block))
+
+
 def _row_stats(logits, temperatures, rows_per_request):
     """Launch the first pass; returns (maxima, sums, argmaxes) of shape [rows, splits]."""
     rows, vocab = logits.shape
@@ -255,7 +278,7 @@ def _row_stats(logits, temperatures, rows_per_request):
     sums, argmaxes = torch.empty_like(maxima), torch.empty_like(maxima, dtype=torch.int32)
     _row_stats_kernel[(rows, splits)](
         logits, temperatures, maxima, sums, argmaxes, vocab, chunk, logits.stride(0), rows_per_request,
-        SPLITS=splits, BLOCK=_TILES.block, STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
+        BLOCK=_TILES.block, STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
     return maxima, sums, argmaxes
 
@@ -314,13 +337,14 @@ def _draft_race(source, distribution, seeds, rounds, step, stream):
     tokens = torch.empty_like(scores, dtype=torch.int32)
     out = torch.empty(rows, dtype=torch.int64, device=source.device)
     temperatures, top_ks, maxima, sums, argmaxes, q_out = distribution or (source,) * 6
+    max_splits = _max_splits(vocab)
     _draft_race_kernel[(rows, splits)](
         source, temperatures, top_ks, maxima, sums, argmaxes, q_out, scores, tokens, seeds, rounds, step,
-        int(stream), vocab, chunk, source.stride(0), q_out.stride(0),
-        FROM_LOGITS=distribution is not None, STATS_SPLITS=splits, SPLITS=splits, BLOCK=_TILES.block,
+        int(stream), vocab, chunk, source.stride(0), q_out.stride(0), splits,
+        FROM_LOGITS=distribution is not None, MAX_SPLITS=max_splits, BLOCK=_TILES.block,
         STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
-    _draft_winner_kernel[(rows,)](scores, tokens, out, SPLITS=splits, num_warps=1)
+    _draft_winner_kernel[(rows,)](scores, tokens, out, splits, MAX_SPLITS=max_splits, num_warps=1)
     return out
 
 
@@ -372,18 +396,20 @@ def _verify_race(op, source, temperature_and_top_k, draft_tokens, q, seeds, roun
         stats = _row_stats(source, temperature_and_top_k[0], rows_per_request=num_drafts + 1)
         distribution = (*temperature_and_top_k, *stats)
     splits, chunk = _split(batch_size, vocab, source.device)
+    max_splits = _max_splits(vocab)
     scores = torch.empty(2, batch_size, splits, dtype=torch.float32, device=q.device)
     partial_tokens = torch.empty_like(scores, dtype=torch.int32)
     tokens = torch.empty(batch_size, num_drafts + 1, dtype=torch.int32, device=q.device)
     num_accepted, accept_lens = torch.empty(2, batch_size, dtype=torch.int32, device=q.device)
     _verify_race_kernel[(batch_size, splits)](
         source, *distribution, draft_tokens, q, num_accepted, scores, partial_tokens, seeds, rounds,
-        batch_size, vocab, chunk, source.stride(0), q.stride(0), q.stride(1),
-        FROM_LOGITS=from_logits, NUM_DRAFTS=num_drafts, STATS_SPLITS=stats_splits, SPLITS=splits,
-        BLOCK=_TILES.block, STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
+        batch_size, vocab, chunk, source.stride(0), q.stride(0), q.stride(1), stats_splits,
+        FROM_LOGITS=from_logits, NUM_DRAFTS=num_drafts, MAX_SPLITS=max_splits, BLOCK=_TILES.block,
+        STAGES=_TILES.num_stages, num_warps=_TILES.num_warps,
     )  # fmt: skip
     _verify_winner_kernel[(batch_size,)](
-        num_accepted, scores, partial_tokens, draft_tokens, tokens, accept_lens, batch_size,
-        NUM_DRAFTS=num_drafts, COLUMNS=triton.next_power_of_2(num_drafts + 1), SPLITS=splits, num_warps=1,
+        num_accepted, scores, partial_tokens, draft_tokens, tokens, accept_lens, batch_size, splits,
+        NUM_DRAFTS=num_drafts, COLUMNS=triton.next_power_of_2(num_drafts + 1), MAX_SPLITS=max_splits,
+        num_warps=1,
     )  # fmt: skip
     return tokens, accept_lens

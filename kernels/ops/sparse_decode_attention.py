@@ -10,6 +10,7 @@ from s3r_sglang.kernels.ops import _checks, _launch
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OP = "sparse_decode_attention"
+MAX_SPLITS = 16
 
 
 def sparse_decode_attention(
@@ -88,7 +89,7 @@ def _launch_kernel(
         return
     if num_splits is None:
         # Each split should keep a tile of work; the tail adds to M but is short when M is worth splitting.
-        max_splits = min(16, triton.cdiv(positions.shape[2], block_n))
+        max_splits = min(MAX_SPLITS, triton.cdiv(positions.shape[2], block_n))
         num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=4, max_splits=max_splits)
     if num_warps is None:
         # One warp needs no barriers: 33.9 us, 4 warps 35.6 at 64 x 8K on an H200. Larger rows would spill.
@@ -107,7 +108,7 @@ def _launch_kernel(
         req_to_token.stride(0), positions.stride(0), positions.stride(1), positions.shape[2],
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         GROUP=group, BLOCK_G=_launch.block_of(group), HEAD_DIM=head_dim, BLOCK_D=_launch.block_of(head_dim),
-        BLOCK_N=block_n, NUM_SPLITS=num_splits, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_N=block_n, IS_SPLIT=num_splits > 1, BLOCK_SPLITS=MAX_SPLITS,
         DOT_PRECISION=_launch.dot_precision(q.dtype), LN_2=LN_2,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -135,11 +136,11 @@ def _sparse_decode_kernel(
     stride_token_slot, stride_pos_slot, stride_pos_head, width,
     stride_out_batch, stride_out_head, stride_lse_batch,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     DOT_PRECISION: tl.constexpr, LN_2: tl.constexpr,
 ):  # fmt: skip
     kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads = tl.num_programs(0)
+    num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(1)
     slot = tl.load(req_pool_indices + batch).to(tl.int64)
     seq_len = tl.load(seq_lens + batch).to(tl.int32)
     selected_count = tl.load(num_selected + slot).to(tl.int32)
@@ -150,9 +151,9 @@ def _sparse_decode_kernel(
     attended = selected_count + tl.maximum(seq_len - tail, 0)
     attended = tl.where(seq_len > 0, attended, 0)
     # Whole tiles per split: splits of a short list stay empty rather than all running a partial tile.
-    per_split = tl.cdiv(tl.cdiv(attended, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(attended, num_splits), BLOCK_N) * BLOCK_N
     # A single split begins to read the index before it knows the length.
-    begin = 0 if NUM_SPLITS == 1 else split * per_split
+    begin = split * per_split if IS_SPLIT else 0
     end = tl.minimum(begin + per_split, attended)
 
     group = tl.arange(0, BLOCK_G)
@@ -198,31 +199,31 @@ def _sparse_decode_kernel(
     acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
     lse_log2 = running_max + tl.log2(running_sum)  # -inf for an empty split
     out_row = out + batch.to(tl.int64) * stride_out_batch
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         tl.store(out_row + heads[:, None] * stride_out_head + dim[None, :], acc, mask=q_mask)
         if lse is not None:
             tl.store(lse + batch * stride_lse_batch + heads, lse_log2 * LN_2, mask=group < GROUP)
     else:
         pair = batch * num_kv_heads + kv_head
-        part = (pair * NUM_SPLITS + split) * GROUP + group
+        part = (pair * num_splits + split) * GROUP + group
         tl.store(partial_out + part.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
         tl.store(partial_lse + part, lse_log2, mask=group < GROUP)
         # All threads' stores come before the arrival, and the last arrival sees all partial results.
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == NUM_SPLITS - 1:
+        if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == num_splits - 1:
             tl.store(arrivals + pair, 0)
             splits = tl.arange(0, BLOCK_SPLITS)
             for g in tl.static_range(GROUP):
-                source = (pair * NUM_SPLITS + splits) * GROUP + g
+                source = (pair * num_splits + splits) * GROUP + g
                 split_lse = tl.load(
                     partial_lse + source,
-                    mask=splits < NUM_SPLITS,
+                    mask=splits < num_splits,
                     other=float("-inf"),
                     cache_modifier=".cg",
                 )
                 split_out = tl.load(
                     partial_out + source.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :],
-                    mask=(splits < NUM_SPLITS)[:, None] & (dim < HEAD_DIM)[None, :],
+                    mask=(splits < num_splits)[:, None] & (dim < HEAD_DIM)[None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )

@@ -10,7 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from s3r_sglang.kernels.ops._checks import check_device, check_output, check_vectors, require
-from s3r_sglang.kernels.ops.chain_sampling import _check_rows, _load_row_stats, _probs, _row_stats
+from s3r_sglang.kernels.ops.chain_sampling import (
+    _check_rows,
+    _load_row_stats,
+    _max_splits,
+    _probs,
+    _row_stats,
+)
 
 OP = "target_probs"
 # 128 registers a thread: 16 warps fill an SM, with two numbers and two masses a thread and pivot.
@@ -60,8 +66,8 @@ def target_probs(
     stats = _row_stats(logits, temperatures, rows_per_request=rows // batch_size)
     _target_probs_kernel[(rows,)](
         logits, temperatures, top_ks, top_ps, min_ps, *stats, out, vocab, logits.stride(0), out.stride(0),
-        rows // batch_size, STATS_SPLITS=stats[0].shape[1], BLOCK=BLOCK, PIVOTS=PIVOTS, STAGES=STAGES,
-        num_warps=NUM_WARPS,
+        rows // batch_size, stats[0].shape[1], MAX_SPLITS=_max_splits(vocab), BLOCK=BLOCK, PIVOTS=PIVOTS,
+        STAGES=STAGES, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
@@ -152,17 +158,17 @@ def _count_equal(row, vocab, parameters, key, BLOCK: tl.constexpr, STAGES: tl.co
     return tl.sum(counts, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stats_splits"])
 def _target_probs_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, maxima, sums, argmaxes, out, vocab, logits_stride,
-    out_stride, rows_per_request,
-    STATS_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, STAGES: tl.constexpr,
+    out_stride, rows_per_request, stats_splits,
+    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     request = index // rows_per_request
     top_k, top_p, min_p = tl.load(top_ks + request), tl.load(top_ps + request), tl.load(min_ps + request)
     inverse_temperature, greedy = 1.0 / tl.load(temperatures + request), top_k <= 1
-    maximum, highest, argmax = _load_row_stats(maxima, sums, argmaxes, index, STATS_SPLITS)
+    maximum, highest, argmax = _load_row_stats(maxima, sums, argmaxes, index, stats_splits, MAX_SPLITS)
     parameters = (inverse_temperature, maximum, highest, argmax, greedy)
     row = logits + index.to(tl.int64) * logits_stride
     unfiltered = greedy | ((top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0))

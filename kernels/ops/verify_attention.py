@@ -12,6 +12,7 @@ OP = "verify_attention"
 MAX_ROWS = 128  # query rows of a KV head: they stay on chip as one tile
 # By how many powers of two a weight may exceed 1 before sums are rescaled; float16 holds 2**16.
 MAX_AHEAD = tl.constexpr(8.0)
+MAX_SPLITS = 64
 
 
 def verify_attention(
@@ -113,7 +114,7 @@ def _launch_kernels(
     if num_stages is None:
         num_stages = _num_stages(q, block_m, block_n, block_d)
     if num_splits is None:
-        max_splits = min(64, triton.cdiv(req_to_token.shape[1], block_n))
+        max_splits = min(MAX_SPLITS, triton.cdiv(req_to_token.shape[1], block_n))
         pairs = batch_size * num_kv_heads
         programs_per_sm = 2 if block_m <= 64 else 1  # what registers and shared memory allow on Hopper
         num_splits = _launch.even_splits(q.device, pairs, programs_per_sm, max_splits)
@@ -125,7 +126,8 @@ def _launch_kernels(
     score_strides = (0, 0, 0, 0)
     if scores is not None:
         score_strides = (*lse_estimate.stride()[:2], *scores.stride()[:2])
-    # KV heads vary fastest: the heads of a position are neighbours in memory, and so in time.
+    # KV heads vary fastest: the heads of a position are neighbours in memory, and so in time. The number of
+    # splits is that of the programs, no constant: the batch buckets of CUDA graphs share compiled kernels.
     _verify_kernel[(num_kv_heads, num_splits, batch_size)](
         q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates, scores,
         out, partial_out, partial_lse, scale * LOG2_E,
@@ -133,15 +135,15 @@ def _launch_kernels(
         v_cache.stride(0), v_cache.stride(1), req_to_token.stride(0), *score_strides,
         out.stride(0), out.stride(1), out.stride(2),
         GROUP=group, QUERIES=queries, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_M=block_m, BLOCK_N=block_n, NUM_SPLITS=num_splits,
+        BLOCK_M=block_m, BLOCK_N=block_n, IS_SPLIT=num_splits > 1,
         DOT_PRECISION=_launch.dot_precision(q.dtype), LOG2_E=LOG2_E, POSITIONS_FIRST=block_m <= 32,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_heads, queries, batch_size)](
             partial_out, partial_lse, out, out.stride(0), out.stride(1), out.stride(2),
-            HEAD_DIM=head_dim, BLOCK_D=block_d, NUM_SPLITS=num_splits,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits), num_warps=1 if num_splits <= 8 else 4,
+            num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d,
+            BLOCK_SPLITS=8 if num_splits <= 8 else MAX_SPLITS, num_warps=1 if num_splits <= 8 else 4,
         )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def _verify_kernel(
     stride_token_slot, stride_lse_batch, stride_lse_query, stride_score_batch, stride_score_head,
     stride_out_batch, stride_out_query, stride_out_head,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr,
     DOT_PRECISION: tl.constexpr, LOG2_E: tl.constexpr, POSITIONS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: all queries and heads of its group are the rows of one tile.
@@ -180,11 +182,11 @@ def _verify_kernel(
     QUERY_AXIS: tl.constexpr = 1 if POSITIONS_FIRST else 0
     POSITION_AXIS: tl.constexpr = 1 - QUERY_AXIS
     kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(0) * GROUP
+    num_heads, num_splits = tl.num_programs(0) * GROUP, tl.num_programs(1)
     slot = tl.load(req_pool_indices + batch).to(tl.int64)
     seq_len = tl.load(seq_lens + batch).to(tl.int32)
     token_rows = req_to_token + slot * stride_token_slot
-    per_split = tl.cdiv(tl.cdiv(seq_len, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
     begin = split * per_split
     end = tl.minimum(begin + per_split, seq_len)
 
@@ -264,30 +266,30 @@ def _verify_kernel(
     if POSITIONS_FIRST:
         acc = tl.trans(acc)
     acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         out_row = (
             out + batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
         )
         tl.store(out_row[:, None] + dim[None, :], acc, mask=q_mask)
     else:
-        part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
+        part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * num_splits + split
         tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
         tl.store(partial_lse + part, shift + tl.log2(running_sum), mask=query < QUERIES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    partial_out, partial_lse, out, stride_out_batch, stride_out_query, stride_out_head,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    partial_out, partial_lse, out, stride_out_batch, stride_out_query, stride_out_head, num_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row by their (base 2) log-sum-exp."""
     head, query, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (batch * tl.num_programs(1) + query).to(tl.int64) * tl.num_programs(0) + head
     split = tl.arange(0, BLOCK_SPLITS)
     dim = tl.arange(0, BLOCK_D)
-    part = row * NUM_SPLITS + split
-    lse = tl.load(partial_lse + part, mask=split < NUM_SPLITS, other=float("-inf"))
-    mask = (split < NUM_SPLITS)[:, None] & (dim < HEAD_DIM)[None, :]
+    part = row * num_splits + split
+    lse = tl.load(partial_lse + part, mask=split < num_splits, other=float("-inf"))
+    mask = (split < num_splits)[:, None] & (dim < HEAD_DIM)[None, :]
     parts = tl.load(partial_out + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     largest = tl.max(lse, axis=0)
     share = tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0))

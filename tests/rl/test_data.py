@@ -201,3 +201,12 @@ def test_arithmetic_needs_no_source(tmp_path):
         prepare("arithmetic", out, source=SAMPLES, force=True)
     with pytest.raises(DataError, match="100000 at most"):
         prepare("arithmetic", out, limit=200_000, force=True)
+
+
+def test_answers_that_became_floats_are_drift(tmp_path):
+    def change(rows):
+        for row in rows:
+            row["answer"] = float(row["answer"])
+
+    with pytest.raises(DataError, match="row 1 of .* answer"):
+        run(tmp_path, "aime26", source=broken(tmp_path, change, "aime26"))

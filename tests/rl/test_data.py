@@ -208,5 +208,5 @@ def test_answers_that_became_floats_are_drift(tmp_path):
         for row in rows:
             row["answer"] = float(row["answer"])
 
-    with pytest.raises(DataError, match="row 1 of .* answer"):
+    with pytest.raises(DataError, match=r"row 1 of .* answer"):
         run(tmp_path, "aime26", source=broken(tmp_path, change, "aime26"))

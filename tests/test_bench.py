@@ -1,8 +1,12 @@
 """`s3r bench`: the probe's timing and imposed acceptance, the window, the arithmetic, and the whole command."""
 
+import asyncio
+import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,6 +294,39 @@ def test_traffic_follows_from_the_shape(tmp_path):
 
 def kernel(name, ts, dur, cat="kernel"):
     return {"name": name, "ts": ts, "dur": dur, "cat": cat}
+
+
+class _Engine:
+    """Stands in for an engine with a GPU: its requests emit `steps` tokens at a time, by turns."""
+
+    def __init__(self, steps):
+        self.loop = asyncio.new_event_loop()
+        self.server_args = SimpleNamespace(speculative_num_steps=3)
+        self.tokenizer_manager = self
+        self.steps, self.profiled = steps, []
+
+    async def async_generate(self, input_ids, sampling_params, stream):
+        async def chunks():
+            for tokens in range(0, sampling_params["max_new_tokens"] + 1, self.steps[input_ids[0]]):
+                await asyncio.sleep(0)
+                yield {"meta_info": {"completion_tokens": tokens}}
+
+        return chunks()
+
+    async def start_profile(self, request):
+        self.profiled.append(request)
+        with gzip.open(Path(request.output_dir) / "1-TP-0.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": ["event"]}, file)
+
+
+def test_a_trace_shows_a_full_batch_or_nothing():
+    params = {"max_new_tokens": 40}
+    alike, apart = _Engine([2, 2]), _Engine([10, 1])
+    assert kernel_times.trace(alike, [[0], [1]], params, num_steps=6, settle_tokens=8) == ["event"]
+    # 8 tokens of the slow request are 40 of the fast one, which has none left to be traced.
+    with pytest.raises(LoadError, match="would finish before 6 steps"):
+        kernel_times.trace(apart, [[0], [1]], params, num_steps=6, settle_tokens=8)
+    assert (len(alike.profiled), len(apart.profiled)) == (1, 0)
 
 
 def test_a_trace_is_summed_by_kind_and_idle_time_is_what_nothing_covers():

@@ -17,11 +17,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from s3r_sglang.bench.load import LoadError
+
 # First match wins. Names of FlashAttention 3, FlashInfer, SGLang's Triton kernels, cuBLAS and ours.
 KINDS = {
-    "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|softmax_warp|cunn_SoftMax|TopK|TopP|argmax",
+    "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|softmax_warp|cunn_SoftMax|TopK|TopP|argmax|_target_probs_kernel",
     "index refresh": r"_scores_kernel|_lse_kernel|_select_kernel|_group_maxima|_make_shortlist",
-    # FlashInfer's norms are no attention: they run twice a layer, and would be taken for it when steps are counted.
+    # FlashInfer's norms are no attention: they run twice a layer, and would upset the count of steps.
     "attention": r"flash::|FlashAttn|flash_fwd|fmha|attention|attn|prepare_varlen|_sparse_decode_kernel"
     r"|_verify_kernel|_combine_kernel|BatchDecode|BatchPrefill|_fwd_kernel",
     "projections": r"gemm|nvjet|cutlass|cublas|splitK|xmma",
@@ -102,12 +104,13 @@ def _idle_share(work: Sequence[dict[str, Any]]) -> float:
 def trace(
     engine: Any, prompts: Sequence[list[int]], params: dict[str, Any], num_steps: int, settle_tokens: int
 ) -> list[dict[str, Any]]:
-    """Decode `prompts`, and trace the GPU for `num_steps` forwards once all requests are under way.
+    """Decode `prompts`, and trace the GPU for `num_steps` steps or rounds once all requests are under way.
 
     Args:
         engine: a running `sgl.Engine` on a GPU.
-        prompts: [B][S] token ids.
-        params: sampling parameters; `max_new_tokens` must reach well beyond the traced steps.
+        prompts: [B][S] token ids, whose KV should be in the radix cache: a long prefill lets the first
+            requests finish before the last one starts.
+        params: sampling parameters; `max_new_tokens` must reach beyond the traced steps.
         num_steps: decode steps or rounds.
         settle_tokens: tokens that every request emits before.
 
@@ -115,6 +118,7 @@ def trace(
         The trace's events, of rank 0.
 
     Raises:
+        LoadError: a request would finish before the trace ends: it would show a smaller batch.
         TimeoutError: SGLang wrote no trace.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -134,17 +138,21 @@ async def _decode(engine, prompts, params, num_steps, settle_tokens, folder) -> 
     from sglang.srt.managers.io_struct import ProfileReq
 
     settled = asyncio.Semaphore(0)
+    emitted = [0] * len(prompts)
+    tokens_per_step = 1 + (engine.server_args.speculative_num_steps or 0)
 
-    async def one(prompt: list[int]) -> None:
-        waiting = True
-        async for chunk in await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
-            if waiting and chunk["meta_info"]["completion_tokens"] >= settle_tokens:
-                waiting = False
+    async def one(i: int) -> None:
+        stream = await engine.async_generate(input_ids=prompts[i], sampling_params=params, stream=True)
+        async for chunk in stream:
+            before, emitted[i] = emitted[i], chunk["meta_info"]["completion_tokens"]
+            if before < settle_tokens <= emitted[i]:
                 settled.release()
 
-    async def profile() -> None:
+    async def profile() -> bool:
         for _ in prompts:
             await settled.acquire()
+        if max(emitted) + num_steps * tokens_per_step > params["max_new_tokens"]:
+            return False
         await engine.tokenizer_manager.start_profile(
             ProfileReq(
                 output_dir=folder,
@@ -154,5 +162,10 @@ async def _decode(engine, prompts, params, num_steps, settle_tokens, folder) -> 
                 record_shapes=False,
             )
         )
+        return True
 
-    await asyncio.gather(profile(), *map(one, prompts))
+    full, *_ = await asyncio.gather(profile(), *map(one, range(len(prompts))))
+    if not full:
+        raise LoadError(
+            f"a request would finish before {num_steps} steps of the full batch are traced: raise --new-tokens"
+        )

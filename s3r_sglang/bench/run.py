@@ -217,7 +217,10 @@ def _trace(job: Job, engine: Any, title: str, num_layers: int, progress: Progres
     found = {}
     for setting in job.settings:
         progress(f"{title} {setting}: tracing kernels")
-        events = kernel_times.trace(engine, job.prompts_of(setting), params, steps, job.settle_tokens)
+        prompts = job.prompts_of(setting)
+        # Later settings may have evicted the prompts' KV: prefilled again here, all requests then start at once.
+        load.decode(engine, prompts, job.sampling, job.settle_tokens, load.S3R_STREAM_INTERVAL)
+        events = kernel_times.trace(engine, prompts, params, steps, job.settle_tokens)
         found[setting] = kernel_times.summarize(events, launches)
     return found
 

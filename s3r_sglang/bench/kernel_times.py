@@ -21,7 +21,8 @@ from s3r_sglang.bench.load import LoadError
 
 # First match wins. Names of FlashAttention 3, FlashInfer, SGLang's Triton kernels, cuBLAS and ours.
 KINDS = {
-    "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|softmax_warp|cunn_SoftMax|TopK|TopP|argmax|_target_probs_kernel",
+    "sampling": r"_race_kernel|_winner_kernel|_row_stats_kernel|_target_probs_kernel|softmax_warp|cunn_SoftMax"
+    r"|TopK|TopP|argmax",
     "index refresh": r"_scores_kernel|_lse_kernel|_select_kernel|_group_maxima|_make_shortlist",
     # FlashInfer's norms are no attention: they run twice a layer, and would upset the count of steps.
     "attention": r"flash::|FlashAttn|flash_fwd|fmha|attention|attn|prepare_varlen|_sparse_decode_kernel"

@@ -1,8 +1,11 @@
 """Data preparation on small files of the real schemas: what comes out, and what stops it."""
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import openrlhf_source
 import pytest
 from s3r_sglang.rl_integration.data import sources
 from s3r_sglang.rl_integration.data.prepare import STYLES, prepare
@@ -171,16 +174,29 @@ def test_the_prompt_reader_of_rollouts_takes_the_lines(tmp_path):
     assert rows[0].prompt.messages[0].role == "user"
 
 
-def test_openrlhf_reads_the_lines_with_these_keys(tmp_path):
-    """What its PromptDataset takes from a row (datasets/prompts_dataset.py, 0.11.2)."""
+def test_openrlhfs_own_data_set_reads_the_lines(tmp_path, model):
     import datasets
+    from transformers import AutoTokenizer
 
-    run(tmp_path)
+    path = openrlhf_source.find() / "openrlhf" / "datasets" / "prompts_dataset.py"
+    spec = importlib.util.spec_from_file_location("prompts_dataset", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    _, records = run(tmp_path)
     rows = datasets.load_dataset("json", data_files=str(tmp_path / "out.jsonl"), cache_dir=str(tmp_path))[
         "train"
     ]
-    assert set(rows.column_names) == {"id", "messages", "answer", "datasource"}
-    assert all(isinstance(row["answer"], str) and row["messages"][0]["content"] for row in rows)
+    keys = {
+        "input_key": "messages",
+        "label_key": "answer",
+        "apply_chat_template": True,
+        "image_key": "images",
+    }
+    strategy = SimpleNamespace(args=SimpleNamespace(data=SimpleNamespace(**keys)), is_rank_0=lambda: True)
+    found = module.PromptDataset(rows, AutoTokenizer.from_pretrained(model[0]), strategy)
+    for index, record in enumerate(records):
+        content = record["messages"][0]["content"]
+        assert found[index] == ("dapo-math-17k", f"t2 {content} t3", record["answer"], None)
 
 
 def test_every_source_has_a_sample():

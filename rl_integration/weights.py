@@ -6,10 +6,11 @@ from weights that are partly old. An update that fails leaves the session open f
 """
 
 import base64
+import contextlib
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -157,13 +158,14 @@ class DistributedSender(WeightSender):
             "backend": backend,
         }
         bodies = [{**common, "rank_offset": 1 + sum(tp_sizes[:i])} for i in range(len(tp_sizes))]
-        with ThreadPoolExecutor(len(self.urls)) as pool:
+        with _pool(len(self.urls) + 1) as pool:
             joins = self._submit(pool, "/init_weights_update_group", bodies)
-            self._group = init_process_group(
-                backend, address, port, world_size=common["world_size"], rank=0, name=group_name
+            # In a thread too, because it waits for all members, and a server that refuses never comes.
+            group = pool.submit(
+                init_process_group, backend, address, port, common["world_size"], rank=0, name=group_name
             )
-            for join in joins:
-                join.result()
+            _first_failure([*joins, group])
+            self._group = group.result()
 
     def send(self, parameters: NamedTensors, version: str, *, wait: bool = True) -> None:
         """Broadcast tensors; arguments and errors as in `WeightSender.send`."""
@@ -176,12 +178,17 @@ class DistributedSender(WeightSender):
                 "group_name": self._group_name,
                 "flush_cache": False,
             }
-            with ThreadPoolExecutor(len(self.urls)) as pool:
+            tensors = [tensor.contiguous() for _, tensor in bucket]
+            with _pool(len(self.urls)) as pool:
                 replies = self._submit(pool, "/update_weights_from_distributed", [body] * len(self.urls))
-                for _, tensor in bucket:
-                    torch.distributed.broadcast(tensor.contiguous(), src=0, group=self._group)
-                for reply in replies:
-                    reply.result()
+                # Waited for only after all servers have said that they took part.
+                transfers = [
+                    torch.distributed.broadcast(tensor, src=0, group=self._group, async_op=True)
+                    for tensor in tensors
+                ]
+                _first_failure(replies)
+                for transfer in transfers:
+                    transfer.wait()
         self._commit(sessions, version)
 
     def _submit(
@@ -194,6 +201,23 @@ class DistributedSender(WeightSender):
         self._post_all("/destroy_weights_update_group", {"group_name": self._group_name})
         torch.distributed.destroy_process_group(self._group)
         super().close()
+
+
+@contextlib.contextmanager
+def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are not waited for at the end: after a failure, the others may wait for it for minutes."""
+    pool = ThreadPoolExecutor(size)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _first_failure(futures: Sequence[Future[Any]]) -> None:
+    """Wait until all have succeeded; raise as soon as one has not."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
 
 
 def buckets(parameters: NamedTensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -31,7 +31,7 @@ def reward_func(queries, prompts, labels):
 def write(folder: Path, prompts: int, prompt_words: int = 6, seed: int = 0) -> None:
     """Write the model, `prompts` prompts and the reward function into `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -52,9 +52,7 @@ def write(folder: Path, prompts: int, prompt_words: int = 6, seed: int = 0) -> N
         initializer_range=0.1,
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    model.to(dtype=torch.bfloat16)
-    model.save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     # t0 and t1 have meanings of their own.
     ids = torch.randint(2, VOCAB, (prompts, prompt_words)).tolist()
     with (folder / "prompts.jsonl").open("w") as out:

@@ -10,6 +10,7 @@ from urllib.parse import urlparse
 import ray
 import torch
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from s3r_sglang.rl_integration.openrlhf.engine import VERSION_KEY, EngineState
 from s3r_sglang.rl_integration.openrlhf.metrics import summary
@@ -39,6 +40,9 @@ class S3RActorTrainer(ActorPPOTrainer):
 
             install_openrlhf_correction()
         self._introduce()
+        if self.args.vllm.enable_sleep:
+            # As OpenRLHF does before the transfers that it asks for.
+            batch_vllm_engine_call(self.vllm_engines, "wake_up", tags=["weights"])
         self.broadcast_to_vllm()
 
     def _init_vllm_sync_group(self, backend: str) -> None:

@@ -115,7 +115,8 @@ class Trainer:
         args = self.args
         sampling = {"max_new_tokens": args.max_new_tokens, "temperature": 1.0, "ignore_eos": args.ignore_eos}
         prompts = self.task.prompts(number, args.prompts)
-        result = self.client.rollout(prompts, args.group_size, sampling, seed=args.seed + number)
+        seed = None if args.seed is None else args.seed + number
+        result = self.client.rollout(prompts, args.group_size, sampling, seed=seed)
         if result.errors or result.weight_versions != {f"step-{number}"}:
             raise SystemExit(f"step {number}: {result.errors or result.weight_versions}")
         return result.groups
@@ -249,14 +250,13 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="for a server of --s3r-mode direct",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, help="of the responses; a server without speculation takes none")
     return result
 
 
 def main() -> None:
     """Train; prints one JSON line per step."""
     args = parser().parse_args()
-    torch.manual_seed(args.seed)
     trainer = Trainer(args)
     trainer.send_weights("step-0")
     for number in range(args.steps):

@@ -13,7 +13,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from s3r_sglang.bench.command import bench, bench_kv
-from s3r_sglang.faults import unknown
+from s3r_sglang.faults import nearest, unknown
 from s3r_sglang.rl_integration.data import command as data_command
 
 # Bars and import-time warnings of SGLang, transformers and torch would tear ours apart. They read these when
@@ -48,6 +48,15 @@ def fail(message: str) -> typer.Exit:
     """Print one error line; raise the result."""
     console.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
+
+
+def refuse_misspelt(ctx: typer.Context) -> None:
+    """Refuse arguments for SGLang that are almost an option of this command, before anything starts."""
+    options = [name for parameter in ctx.command.params for name in parameter.opts]
+    for word in ctx.args:
+        # SGLang has no flag that is so similar to one of ours.
+        if near := nearest(word.partition("=")[0], options, similar=0.85):
+            raise fail(f"unknown flag {word!r}; did you mean {near!r}?")
 
 
 @model_app.command("fetch")
@@ -137,6 +146,7 @@ def rollout(
     Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang.
     """
     quiet()
+    refuse_misspelt(ctx)
     from s3r_sglang.commands import rollout as command
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}

@@ -8,13 +8,21 @@ from pydantic import BaseModel, ValidationError
 
 # Below this similarity a suggestion misleads more than it helps; difflib's own default.
 SIMILAR = 0.6
+# More names than this are no help in a sentence.
+LISTED = 20
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """Half a sentence for a name that is not `known`: with the nearest one, or with all if none is near."""
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=SIMILAR)
-    advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}."
-    return f"unknown {kind} {name[:80]!r}; {advice}"
+    """A sentence for a name that is not `known`: with the nearest one, or with all few if none is near."""
+    if near := nearest(name, known):
+        return f"unknown {kind} {name[:80]!r}; did you mean {near!r}?"
+    listed = f"; known: {', '.join(sorted(known))}" if len(known) <= LISTED else ""
+    return f"unknown {kind} {name[:80]!r}{listed}."
+
+
+def nearest(name: str, known: Collection[str], similar: float = SIMILAR) -> str | None:
+    """The name among `known` that is at least so similar, or None."""
+    return next(iter(difflib.get_close_matches(name.lower(), known, n=1, cutoff=similar)), None)
 
 
 def sentence(error: ValidationError, model: type[BaseModel]) -> str:

@@ -1,5 +1,6 @@
 """The `s3r` command: arguments, defaults by device, refusals, and the doctor's findings."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from s3r_sglang import cpu, doctor, launch, models
 from s3r_sglang.cli import app
 from s3r_sglang.config import S3RConfig, flag_of
+from s3r_sglang.faults import nearest
 
 S3R = [sys.executable, "-c", "from s3r_sglang.cli import main; main()"]
 
@@ -63,6 +65,33 @@ def test_what_looks_like_markup_is_printed_as_it_is(tmp_path):
     result = invoke("rollout", *words)
     assert result.exit_code == 1
     assert "[red]p[/x].jsonl: cannot be read" in result.output
+
+
+def test_a_misspelt_option_is_not_passed_on(tmp_path):
+    words = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]
+    result = invoke("rollout", *words, "--temprature", 1)
+    assert result.exit_code == 1
+    assert result.output == "error: unknown flag '--temprature'; did you mean '--temperature'?\n"
+
+
+@pytest.mark.slow
+def test_no_flag_of_sglang_is_taken_for_a_misspelt_option():
+    """Also guards `similar` in `refuse_misspelt`."""
+    from sglang.srt.server_args import ServerArgs
+
+    options = [
+        "--model",
+        "--prompts",
+        "--out",
+        "--group-size",
+        "--max-new-tokens",
+        "--temperature",
+        "--top-p",
+    ]
+    options += ["--top-k", "--seed", "--concurrency", "--compare", "--force"]
+    for field in dataclasses.fields(ServerArgs):
+        flag = "--" + field.name.replace("_", "-")
+        assert nearest(flag, options, similar=0.85) in (None, flag)
 
 
 def test_results_are_not_overwritten(tmp_path):

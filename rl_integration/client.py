@@ -60,6 +60,11 @@ class Rollout:
         """Versions that the groups were sampled under; more than one if weights changed during the rollout."""
         return {group.weight_version for group in self.groups}
 
+    @property
+    def faithful(self) -> bool:
+        """Whether all groups are samples of the dense policy; not those of servers in mode direct."""
+        return all(group.faithful for group in self.groups)
+
 
 @dataclass
 class _Replica:
@@ -101,6 +106,7 @@ class AsyncRolloutClient:
         self._recover_seconds = recover_seconds
         self._max_attempts = max_attempts
         self._said = -WAITING_SECONDS
+        self._warned = False
         # Sampling takes as long as it takes; only connecting is bounded.
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -176,7 +182,11 @@ class AsyncRolloutClient:
         placed = {**result, "prompt_index": index}
         if result["type"] == "error":
             return GroupError.model_validate(placed)
-        return PlacedGroup.model_validate({**placed, "replica": replica.url, "attempts": attempts})
+        group = PlacedGroup.model_validate({**placed, "replica": replica.url, "attempts": attempts})
+        if not group.faithful and not self._warned:
+            self._warned = True
+            logger.warning("%s runs in mode direct: its responses are not the dense policy's", replica.url)
+        return group
 
     async def _dispatch(self, content: str) -> tuple[dict[str, Any], _Replica, int]:
         lost: httpx.TransportError | None = None

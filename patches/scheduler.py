@@ -8,10 +8,9 @@ def add_internal_state(output, scheduler, request):
     from s3r_sglang.config import is_self_sparse
 
     if is_self_sparse(scheduler.server_args.speculative_algorithm):
-        metrics = scheduler.draft_worker.metrics
         output.internal_state["s3r"] = {
-            "config": metrics.config.model_dump(),
-            **metrics.summary(),
+            "config": scheduler.s3r_kv.config.model_dump(),
+            **scheduler.draft_worker.metrics.summary(),
             "kv": asdict(scheduler.s3r_kv.stats()),
         }
     return output

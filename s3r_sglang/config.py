@@ -93,8 +93,12 @@ class S3RConfig(BaseModel):
         ge=0,
         description="Pages per active request that must be free before one more is admitted or restored.",
     )
-    aimd_minimum: int = _aimd("minimum")
-    aimd_maximum: int = _aimd("maximum")
+    aimd_minimum: int | None = Field(
+        None, ge=1, description="Lowest concurrency limit (C_min); unset: 5/8 of the highest."
+    )
+    aimd_maximum: int | None = Field(
+        None, ge=1, description="Highest concurrency limit (C_max); unset: --max-running-requests."
+    )
     aimd_increase: int = _aimd("increase")
     aimd_decrease: float = _aimd("decrease")
     aimd_low_utilization: float = _aimd("low_utilization")
@@ -119,7 +123,7 @@ class S3RConfig(BaseModel):
     def _limits_are_used_and_ordered(self) -> "S3RConfig":
         if self.kv_limit is not None and self.kv_policy != "offload":
             raise ValueError(f"kv_limit is for kv_policy offload, not {self.kv_policy}: drop --s3r-kv-limit")
-        if self.aimd_minimum > self.aimd_maximum:
+        if self.aimd_minimum and self.aimd_maximum and self.aimd_minimum > self.aimd_maximum:
             raise ValueError(
                 f"aimd_minimum {self.aimd_minimum} exceeds aimd_maximum {self.aimd_maximum}: "
                 "lower --s3r-aimd-minimum or raise --s3r-aimd-maximum"
@@ -131,10 +135,21 @@ class S3RConfig(BaseModel):
             )
         return self
 
-    @property
-    def aimd(self) -> AimdConfig:
-        """The constants of the concurrency rule."""
-        return AimdConfig(**{name: getattr(self, f"aimd_{name}") for name in AimdConfig.model_fields})
+    def aimd(self, slots: int) -> AimdConfig:
+        """The concurrency rule of an engine that runs at most `slots` requests at once.
+
+        Raises:
+            ConfigError: a configured bound is above the slots.
+        """
+        for name in ("aimd_minimum", "aimd_maximum"):
+            bound = getattr(self, name)
+            if bound is not None and bound > slots:
+                raise ConfigError(
+                    f"{flag_of(name)} {bound} exceeds the {slots} requests that the engine runs at once: lower it "
+                    "or raise --max-running-requests."
+                )
+        constants = {name: getattr(self, f"aimd_{name}") for name in AimdConfig.model_fields}
+        return AimdConfig.for_slots(slots, **constants)
 
     @property
     def faithful(self) -> bool:

@@ -13,22 +13,20 @@ import torch
 from s3r_sglang.config import S3RConfig, config_of
 from s3r_sglang.metrics import KVMetrics
 from s3r_sglang.scheduler.aimd import AimdPolicy
+from s3r_sglang.scheduler.batch import decode_batch
 from s3r_sglang.scheduler.core import KVScheduler
 from s3r_sglang.scheduler.host_pool import HostPool, block_bytes, choose_num_blocks
 from s3r_sglang.scheduler.pager import Pager
 from s3r_sglang.scheduler.stats import KVStats
 from s3r_sglang.sglang_symbols import (
     FINISH_ABORT,
-    ForwardMode,
     Req,
-    SamplingBatchInfo,
     ScheduleBatch,
     get_alloc_reserve_per_decode,
     release_kv_cache,
     release_req,
     schedule_policy,
 )
-from s3r_sglang.types import S3RDraftInput
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class KVController:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.config = config_of(scheduler.server_args)
+        self.config = _with_bounds(config_of(scheduler.server_args), int(scheduler.max_running_requests))
         self.offloads = self.config.kv_policy != "recompute"
         self.reserve = get_alloc_reserve_per_decode(scheduler.server_args)
         self.recomputed = 0
@@ -59,7 +57,7 @@ class KVController:
                 scheduler.tree_cache,
                 self._host,
             ),
-            limit=_limit(self.config, scheduler.max_running_requests),
+            limit=_limit(self.config, int(scheduler.max_running_requests)),
             reserve=self.reserve,
             headroom=self.config.kv_headroom,
             recompute=self._recompute,
@@ -72,6 +70,12 @@ class KVController:
         self._metrics = KVMetrics(scheduler.ps.dp_rank or 0, enabled=reports)
         if self.offloads:
             self._admit_by_what_fits()
+            logger.info(
+                "S3R: KV policy %s, at first %d active requests at most; host pool of %d pages",
+                self.config.kv_policy,
+                self.core.limit,
+                self._host.num_blocks * self._host.block_tokens,
+            )
 
     # ---- SGLang's calls
 
@@ -221,7 +225,6 @@ class KVController:
             pages, slots = int(self.scheduler.max_total_num_tokens), int(self.scheduler.max_running_requests)
             wanted = choose_num_blocks(self.config.kv_host_gb, pages, slots, size, ranks)
             blocks = self._agreed(wanted)
-            logger.info("S3R: host pool of %d x %.1f MB for paused requests", blocks, size / 1e6)
         return HostPool(pool.k_buffer, pool.v_buffer, blocks)
 
     def _admit_by_what_fits(self) -> None:
@@ -257,50 +260,19 @@ class KVController:
         )
 
 
-def decode_batch(scheduler: Any, reqs: list[Req]) -> ScheduleBatch:
-    """A batch of requests that stand between two rounds, as the running batch holds them."""
-    batch = ScheduleBatch.init_new(
-        reqs=reqs,
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        model_config=scheduler.model_config,
-        enable_overlap=scheduler.enable_overlap,
-        spec_algorithm=scheduler.spec_algorithm,
-    )
-    batch.forward_mode = ForwardMode.DECODE
-    # Pinned: a copy from pageable memory would make the host wait for the round in flight.
-    pin = torch.device(batch.device).type == "cuda"
-    batch.req_pool_indices_cpu, batch.seq_lens_cpu, bonus_cpu = (
-        torch.tensor(values, pin_memory=pin)
-        for values in (
-            [req.req_pool_idx for req in reqs],
-            [req.kv_committed_len for req in reqs],
-            [req.output_ids[-1] for req in reqs],
-        )
-    )
-    batch.req_pool_indices, batch.seq_lens, bonus = (
-        values.to(batch.device, non_blocking=True)
-        for values in (batch.req_pool_indices_cpu, batch.seq_lens_cpu, bonus_cpu)
-    )
-    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
-    batch.multimodal_inputs = [None] * len(reqs)
-    if batch.return_logprob:
-        batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
-        batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
-    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
-    batch.spec_info = S3RDraftInput(bonus_tokens=bonus, new_seq_lens=batch.seq_lens)
-    if scheduler.enable_overlap:
-        # Bonus tokens and lengths lie in the future map still, under the slots that the requests have kept.
-        batch.spec_info.future_indices = batch.req_pool_indices
-    return batch
-
-
 def _unfinished(batches: Sequence[ScheduleBatch]) -> list[Req]:
     return [req for batch in batches for req in batch.reqs if not req.finished()]
 
 
-def _limit(config: S3RConfig, slots: int) -> int | AimdPolicy:
+def _with_bounds(config: S3RConfig, slots: int) -> S3RConfig:
+    """`config` with the limits that follow from the number of slots filled in."""
+    if config.kv_policy == "offload":
+        return config.model_copy(update={"kv_limit": min(config.kv_limit or slots, slots)})
     if config.kv_policy == "aimd":
-        return AimdPolicy(config.aimd.within(slots))
-    return min(config.kv_limit or slots, slots)
+        rule = config.aimd(slots)
+        return config.model_copy(update={"aimd_minimum": rule.minimum, "aimd_maximum": rule.maximum})
+    return config
+
+
+def _limit(config: S3RConfig, slots: int) -> int | AimdPolicy:
+    return AimdPolicy(config.aimd(slots)) if config.kv_policy == "aimd" else config.kv_limit or slots

@@ -68,6 +68,12 @@ def test_config_is_frozen():
             {"recent_window": 193},
             "recent_window 193 does not fit into min_budget 192: lower --s3r-recent-window",
         ),
+        ({"kv_policy": "offlaod"}, "kv_policy must be 'recompute', 'offload' or 'aimd', not 'offlaod'"),
+        ({"kv_limit": 3}, "kv_limit is for kv_policy offload, not aimd: drop --s3r-kv-limit"),
+        ({"kv_host_gb": -1}, "kv_host_gb must be greater than or equal to 0, not -1; .*--s3r-kv-host-gb"),
+        ({"aimd_decrease": 1}, "aimd_decrease must be less than 1, not 1; .*--s3r-aimd-decrease"),
+        ({"aimd_minimum": 9, "aimd_maximum": 8}, "aimd_minimum 9 exceeds aimd_maximum 8"),
+        ({"aimd_low_utilization": 0.96}, "aimd_low_utilization 0.96 exceeds aimd_high_utilization 0.95"),
         ({"recent_windw": 1}, "'recent_windw'; did you mean 'recent_window'"),
         ({"min_budget": "many"}, "min_budget must be a valid integer"),
     ],
@@ -76,6 +82,26 @@ def test_impossible_values_name_the_remedy(values, sentence):
     with pytest.raises(ConfigError, match=sentence) as fault:
         build(values)
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "slots", "rule"),
+    [
+        ({}, 256, (160, 256)),
+        ({}, 300, (188, 300)),
+        ({}, 1, (1, 1)),
+        ({"aimd_maximum": 100}, 256, (63, 100)),
+        ({"aimd_minimum": 8}, 32, (8, 32)),
+    ],
+)
+def test_bounds_of_concurrency_follow_the_slots(bounds, slots, rule):
+    aimd = S3RConfig(**bounds, aimd_increase=7).aimd(slots)
+    assert (aimd.minimum, aimd.maximum, aimd.increase, aimd.decrease) == (*rule, 7, 0.7)
+
+
+def test_a_bound_that_the_slots_cannot_reach_is_refused():
+    with pytest.raises(ConfigError, match="--s3r-aimd-maximum 300 exceeds the 256 requests that the engine"):
+        S3RConfig(aimd_maximum=300).aimd(256)
 
 
 def test_later_sources_win(yaml_file, monkeypatch):

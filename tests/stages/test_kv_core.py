@@ -210,6 +210,20 @@ def test_the_limit_follows_utilization_and_backlog(scheduler):
     assert core.limit == 30
 
 
+def test_without_pressure_all_slots_are_used(scheduler):
+    """300 slots are 300 active requests, though the paper's limit is 256."""
+    from s3r_sglang.config import S3RConfig
+
+    rule = S3RConfig().aimd(300)
+    assert (rule.minimum, rule.maximum) == (188, 300)
+    core, _ = scheduler(free=10**6, total=10**6, limit=AimdPolicy(rule))
+    active = 0
+    while admitted := core.admissible(active):
+        active += admitted
+        core.update_limit()
+    assert active == 300
+
+
 def test_totals(scheduler):
     core, _ = scheduler(free=0)
     core.pager.host = SimpleNamespace(block_tokens=8, used=2, peak=3, num_blocks=5)

@@ -83,7 +83,7 @@ class World:
         blocks = chance.choice([2, 100, 100])
         self.host = HostPool(kv.k_buffer, kv.v_buffer, blocks, BLOCK_TOKENS)
         pager = SlowPager(self.allocator, self.table, self.tree, self.host, chance=chance)
-        limit = slots if chance.random() < 0.5 else AimdPolicy(AimdConfig().within(slots))
+        limit = slots if chance.random() < 0.5 else AimdPolicy(AimdConfig.for_slots(slots))
         self.core = KVScheduler(pager, limit, RESERVE, chance.choice([0, 20]), self._recompute)
         self.waiting = list(self.requests)
 

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from s3r_sglang.scheduler.aimd import AimdConfig
@@ -38,7 +37,7 @@ class ConfigError(ValueError):
     """The configuration is unusable; the message is one sentence that says what to change."""
 
 
-def _aimd(name: str) -> FieldInfo:
+def _aimd(name: str) -> Any:
     """Default, bounds and description of a constant of the concurrency rule."""
     return copy.copy(AimdConfig.model_fields[name])
 

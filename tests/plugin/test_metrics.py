@@ -50,6 +50,7 @@ def test_round_metrics_add_up_over_rounds(monkeypatch):
     assert metrics.accept_length == 0.0
     metrics.record([3, 0])
     metrics.record([1])
+    assert metrics.tokens == 4 + 1 + 2
     assert metrics.summary() == {
         "rounds": 3,
         "draft_tokens": 9,
@@ -69,18 +70,44 @@ metrics.record([0])
 """
 
 
-def test_export_reaches_another_process(tmp_path):
-    """As in the server: a scheduler process writes, the HTTP process reads; a disabled rank adds nothing."""
+KV_WRITER = """
+from s3r_sglang.metrics import KVMetrics
+metrics = KVMetrics(1)
+names = ["limit", "active", "paused", "waiting", "utilization", "host_pages_used", "host_pages_peak"]
+names += ["pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds"]
+for shown in (3, 5):
+    metrics.show({name: shown + i for i, name in enumerate(names)})
+"""
+
+
+def exported(writer, folder):
+    """What an HTTP process reads after a scheduler process has run `writer`."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", WRITER], env=environ, check=True)
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    subprocess.run([sys.executable, "-c", writer], env=environ, check=True)
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))
+    MultiProcessCollector(registry, path=str(folder))
     lines = generate_latest(registry).decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert {name: float(value) for name, value in values.items()} == {
+    return {name: float(value) for name, value in values.items()}
+
+
+def test_kv_metrics_are_states_and_totals(tmp_path):
+    """Shown twice, 2 higher the second time: gauges and counters both have the second value."""
+    gauges = ["limit", "active", "paused", "waiting", "utilization", "host_pages_used", "host_pages_peak"]
+    counters = ["pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds"]
+    values = exported(KV_WRITER, tmp_path)
+    assert values == {
+        **{f's3r_kv_{name}{{replica="1"}}': 5.0 + i for i, name in enumerate(gauges)},
+        **{f's3r_kv_{name}_total{{replica="1"}}': 12.0 + i for i, name in enumerate(counters)},
+    }
+
+
+def test_export_reaches_another_process(tmp_path):
+    """As in the server: a scheduler process writes, the HTTP process reads; a disabled rank adds nothing."""
+    assert exported(WRITER, tmp_path) == {
         "s3r_rounds_total": 3.0,
         "s3r_draft_tokens_total": 6.0,
         's3r_accepted_tokens_total{position="1"}': 2.0,

@@ -34,5 +34,6 @@ setup(
         # Search-path entries too.
         "s3r_sglang.rl_integration.openrlhf": ["standin/**/*.py"],
         "s3r_sglang.rl_integration.data": ["samples/*.jsonl"],
+        "s3r_sglang.rl_integration.recipes": ["*.yaml"],
     },
 )

@@ -298,7 +298,7 @@ def test_the_command_rolls_out_beyond_the_pool_on_real_engines(tmp_path):
         "--model", tmp_path / "tiny", "--variants", "ar,aimd", "--requests", "24", "--group-size", "4",
         "--slots", "8", "--prompt-length", "40", "--max-length", "200", "--pressure", "1.5",
         "--imposed-acceptance", "0.9,0.8,0.4", "--speculative-num-steps", "3", "--s3r-min-budget", "16",
-        "--s3r-recent-window", "4", "--s3r-kv-headroom", "8", "--dtype", "float32", "--out", tmp_path / "out",
+        "--s3r-recent-window", "4", "--s3r-kv-headroom", "0.0", "--dtype", "float32", "--out", tmp_path / "out",
     ]
     # fmt: on
     command = [sys.executable, "-c", "from s3r_sglang.cli import main; main()", "bench-kv", *map(str, words)]

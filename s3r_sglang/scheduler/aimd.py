@@ -64,17 +64,6 @@ class AimdConfig(BaseModel):
         minimum = minimum or max(1, math.ceil(MINIMUM_SHARE * maximum))
         return cls(minimum=minimum, maximum=maximum, **constants)
 
-    def within(self, slots: int) -> "AimdConfig":
-        """The same rule for an engine that runs at most `slots` requests at once.
-
-        A maximum that the engine cannot reach would leave a limit that never binds; so both bounds shrink, in
-        proportion. Enough slots change nothing.
-        """
-        if slots >= self.maximum:
-            return self
-        minimum = max(1, math.ceil(self.minimum * slots / self.maximum))
-        return self.model_copy(update={"minimum": minimum, "maximum": slots})
-
 
 class AimdPolicy:
     """The concurrency limit C of one replica.

@@ -59,7 +59,7 @@ class KVController:
             ),
             limit=_limit(self.config, int(scheduler.max_running_requests)),
             reserve=self.reserve,
-            headroom=self.config.kv_headroom,
+            headroom=int(self.config.kv_headroom * scheduler.max_total_num_tokens),
             recompute=self._recompute,
         )
         self._admission_closed = False
@@ -69,7 +69,6 @@ class KVController:
         self._log_interval = scheduler.server_args.decode_log_interval if reports and self.offloads else 0
         self._metrics = KVMetrics(scheduler.ps.dp_rank or 0, enabled=reports)
         if self.offloads:
-            self._admit_by_what_fits()
             logger.info(
                 "S3R: KV policy %s, at first %d active requests at most; host pool of %d pages",
                 self.config.kv_policy,
@@ -94,6 +93,7 @@ class KVController:
                     batches.append(last)
                 self._make_room(batches)
                 self.core.restore(_unfinished(batches))
+            self._admit_by_what_fits(running, last)
             if self._admission_closed and self.core.admissible(len(running.reqs)) > 0:
                 running.batch_is_full = self._admission_closed = False
         plan = original(self.scheduler, running_batch=running, last_batch=last)
@@ -227,16 +227,15 @@ class KVController:
             blocks = self._agreed(wanted)
         return HostPool(pool.k_buffer, pool.v_buffer, blocks)
 
-    def _admit_by_what_fits(self) -> None:
-        """Have SGLang's admission count `headroom` pages of growth per request, and all of them.
+    def _admit_by_what_fits(self, *batches: ScheduleBatch | None) -> None:
+        """Have SGLang's admission keep the headroom free, for one more request than there are.
 
         By default it sets a share of up to 4,096 tokens per request aside, which it adapts to keep retractions
         rare: the pool would never be under pressure, and slots would idle.
         """
-        schedule_policy.CLIP_MAX_NEW_TOKENS = self.core.headroom
-        ratio = self.scheduler.new_token_ratio_tracker
-        ratio.init = ratio.min = ratio.current = 1.0
-        ratio.decay = 0.0
+        active = len({req for batch in batches if batch is not None for req in batch.reqs})
+        schedule_policy.CLIP_MAX_NEW_TOKENS = self.core.room_to_grow(active + 1)
+        self.scheduler.new_token_ratio_tracker.current = 1.0
 
     def _observe(self, batch: ScheduleBatch | None, running: ScheduleBatch) -> None:
         decodes = batch is not None and batch.forward_mode.is_decode()

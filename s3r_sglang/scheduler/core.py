@@ -24,7 +24,7 @@ class KVScheduler:
         pager: moves KV.
         limit: the fixed limit, or the policy that sets it.
         reserve: pages that SGLang reserves for a request ahead of its KV, 2 (k + 1).
-        headroom: pages of growth per request that must be free before one more is admitted or restored.
+        headroom: pages that must be free for requests to grow into, before one more is admitted or restored.
         recompute: releases all of a request's memory and queues it to be prefilled again.
 
     Attributes:
@@ -42,7 +42,7 @@ class KVScheduler:
     ) -> None:
         self.pager = pager
         self.reserve = reserve
-        self.headroom = max(headroom, reserve)
+        self.headroom = headroom
         self.paused: list[Paused] = []
         self.restoring: list[Paused] = []
         self._policy = limit
@@ -100,7 +100,7 @@ class KVScheduler:
             oldest, others = self.paused[0], [*active, *(paused.req for paused in self.restoring)]
             if len(others) >= self.limit:
                 return
-            growth = sum(self._growth(req) for req in (*others, oldest.req)) if others else self.reserve
+            growth = self.growth([*others, oldest.req]) if others else self.reserve
             if oldest.num_pages + growth <= self.pager.free_pages:
                 self.paused.pop(0)
                 self.pager.begin_restore(oldest)
@@ -125,6 +125,16 @@ class KVScheduler:
             self._pages_in += restored.num_pages
             self._restore_seconds += time.perf_counter() - restored.began
         return [restored.req for restored in back]
+
+    def room_to_grow(self, count: int) -> int:
+        """Pages for each of `count` active requests to grow into: a round at least."""
+        return max(self.reserve, self.headroom // max(1, count))
+
+    def growth(self, requests: Sequence[Req]) -> int:
+        """Pages that must be free for `requests` to go on, no more than they can use."""
+        room = self.room_to_grow(len(requests))
+        left = (req.sampling_params.max_new_tokens - len(req.output_ids) for req in requests)
+        return sum(min(room, max(0, tokens) + self.reserve) for tokens in left)
 
     def admissible(self, active: int) -> int:
         """How many requests may start besides `active` ones: restoration comes first."""
@@ -191,7 +201,3 @@ class KVScheduler:
     def _missing(self, req: Req) -> int:
         """Pages that SGLang allocates to this request for its next round."""
         return max(0, req.kv_committed_len + self.reserve - req.kv.kv_allocated_len)
-
-    def _growth(self, req: Req) -> int:
-        left = req.sampling_params.max_new_tokens - len(req.output_ids)
-        return min(self.headroom, max(0, left) + self.reserve)

@@ -129,7 +129,7 @@ def test_locked_prefixes_are_given_up_for_the_last_one_newest_first(scheduler):
 
 
 def test_restoration_is_in_order_and_needs_headroom_for_all(scheduler):
-    core, _ = scheduler(free=0, headroom=10)
+    core, _ = scheduler(free=0, headroom=3 * 10)
     running = [Request("x", 500), Request("y", 500)]
     core.paused = [core.pager.pause(one) for one in (Request("a", 20), Request("b", 5))]
     core.pager.free_pages = 20 + 3 * 10 - 1
@@ -141,7 +141,7 @@ def test_restoration_is_in_order_and_needs_headroom_for_all(scheduler):
 
 
 def test_headroom_of_a_request_near_its_end_is_what_it_can_use(scheduler):
-    core, _ = scheduler(free=0, headroom=100)
+    core, _ = scheduler(free=0, headroom=2 * 100)
     ending = Request("a", 20, max_new=3)
     core.make_room([ending, Request("x", 500)])
     core.pager.free_pages = 20 + (3 + RESERVE) + 100

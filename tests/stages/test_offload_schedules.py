@@ -84,7 +84,7 @@ class World:
         self.host = HostPool(kv.k_buffer, kv.v_buffer, blocks, BLOCK_TOKENS)
         pager = SlowPager(self.allocator, self.table, self.tree, self.host, chance=chance)
         limit = slots if chance.random() < 0.5 else AimdPolicy(AimdConfig.for_slots(slots))
-        self.core = KVScheduler(pager, limit, RESERVE, chance.choice([0, 20]), self._recompute)
+        self.core = KVScheduler(pager, limit, RESERVE, chance.choice([0, 60]), self._recompute)
         self.waiting = list(self.requests)
 
     def _request(self, number: int):
@@ -156,7 +156,7 @@ class World:
         req.init_next_round_input(self.tree)
         self.tree.inc_lock_ref(req.last_node)
         cached, length = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
-        growth = sum(self.core._growth(other) for other in (*self.running, req)) if self.running else 1
+        growth = self.core.growth([*self.running, req]) if self.running else 1
         if length - cached + growth > self.core.pager.free_pages:
             self.tree.dec_lock_ref(req.last_node)
             assert self.running or self.core.away, "a request waits although nothing runs"

@@ -59,4 +59,9 @@ def add_meta_info(_, manager, meta_info, recv_obj, i) -> None:
         # Absent if no round was needed.
         histogram = meta_info.get("spec_accept_histogram", [])
         context = recv_obj.prompt_tokens[i] + recv_obj.completion_tokens[i]
-        meta_info.update(request_metrics(config_of(manager.server_args), histogram, context))
+        config = config_of(manager.server_args)
+        meta_info.update(request_metrics(config, histogram, context))
+        if not config.faithful:
+            # SGLang took the block for drafts that were verified.
+            for name in [name for name in meta_info if name.startswith("spec_")]:
+                del meta_info[name]

@@ -1,7 +1,9 @@
 """Bench of the filtered target distributions: python -m s3r_sglang.kernels.bench.target_probs.
 
 One draft step (B rows) and one verification (7 B rows). Counted traffic is what an implementation must move
-at least: the logits once and the result once. The sort is the reference, made of PyTorch operators.
+at least: the logits once and the result once. The sort is the reference, made of PyTorch operators. FlashInfer
+and sgl-kernel renormalise after a softmax, as in SGLang; their law is near ours, not equal to it: of equal
+probabilities at the boundary they keep all, and top-p looks at what top-k left.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ OP = "target_probs"
 VOCAB = 151_936  # Qwen3
 TOP_K_ALL = 1 << 30
 LIMITS = {"top-p": (TOP_K_ALL, 0.95, 0.0), "top-k top-p": (20, 0.95, 0.0), "min-p": (TOP_K_ALL, 1.0, 0.05)}
-DEFAULTS = {name: getattr(ops, name) for name in ("BLOCK", "NUM_WARPS", "PIVOTS", "STAGES")}
+DEFAULTS = {name: getattr(ops, name) for name in ("BLOCK", "NUM_WARPS", "PIVOTS", "PLACES", "STAGES")}
 SWEEP = [
     {"BLOCK": block, "NUM_WARPS": warps, "PIVOTS": pivots, "STAGES": stages}
     for block, warps in ((1024, 8), (2048, 16))
@@ -25,7 +27,9 @@ SWEEP = [
 ]
 
 
-VARIANTS = [name for limits in LIMITS for name in (limits, f"{limits} sort")]
+OTHERS = ("sort", "flashinfer", "sgl_kernel")
+VARIANTS = [*LIMITS, *(f"{limits} sort" for limits in LIMITS)]
+VARIANTS += [f"{limits} {library}" for limits in ("top-p", "top-k top-p") for library in OTHERS[1:]]
 
 
 @dataclass(frozen=True)
@@ -54,20 +58,43 @@ def make_inputs(shape: Shape) -> Inputs:
     return Inputs(logits, torch.ones(shape.requests, device="cuda"))
 
 
+def renormalise(library: str, logits: torch.Tensor, top_k: int, top_ps: torch.Tensor) -> torch.Tensor:
+    """Softmax, top-k and top-p by the operators of FlashInfer (compiled on first use) or sgl-kernel."""
+    if library == "flashinfer":
+        from flashinfer.sampling import top_k_renorm_probs as by_rank
+        from flashinfer.sampling import top_p_renorm_probs as by_mass
+    else:
+        from sgl_kernel import top_k_renorm_prob as by_rank
+        from sgl_kernel import top_p_renorm_prob as by_mass
+    probs = torch.softmax(logits.float(), dim=-1)
+    if top_k < TOP_K_ALL:
+        probs = by_rank(probs, top_k)
+    return by_mass(probs, top_ps)
+
+
 def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.Case:
-    top_k, top_p, min_p = LIMITS[variant.removesuffix(" sort")]
+    limits = next(name for name in reversed(LIMITS) if variant.startswith(name))
+    library = variant.removeprefix(limits).strip()
+    top_k, top_p, min_p = LIMITS[limits]
     ones = inputs.temperatures
     arguments = (inputs.logits, ones, (0 * ones).int() + top_k, top_p * ones, min_p * ones)
     out = torch.empty(inputs.logits.shape, device="cuda")
-    target_probs = reference if variant.endswith("sort") else ops.target_probs
+    repeat = len(inputs.logits) // len(ones)
 
     def call():
-        for name, value in (DEFAULTS | tiles).items():
-            setattr(ops, name, value)
-        target_probs(*arguments, out)
+        if library in OTHERS[1:]:
+            renormalise(library, inputs.logits, top_k, arguments[3].repeat_interleave(repeat))
+        elif library == "sort":
+            reference(*arguments, out)
+        else:
+            for name, value in (DEFAULTS | tiles).items():
+                setattr(ops, name, value)
+            ops.target_probs(*arguments, out)
 
     def check():
         call()
+        if library in OTHERS[1:]:
+            return
         want = reference(*arguments, torch.empty_like(out))
         # Masses are summed in another order: where one meets top_p, a token more or less may be kept.
         assert (out - want).abs().sum(-1).max() < 1e-3, "probabilities differ"
@@ -77,7 +104,13 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
 
 
 BENCH = _harness.Bench(
-    OP, SHAPES, make_inputs, make_case, VARIANTS, SWEEP, baselines=tuple(v for v in VARIANTS if "sort" in v)
+    OP,
+    SHAPES,
+    make_inputs,
+    make_case,
+    VARIANTS,
+    SWEEP,
+    baselines=tuple(v for v in VARIANTS if v.endswith(OTHERS)),
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ into copies and to `/server_info` the way all of SGLang's own do, and no process
 """
 
 import copy
-import difflib
 import math
 import os
 import re
@@ -23,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from s3r_sglang.faults import unknown
 from s3r_sglang.scheduler.aimd import AimdConfig
 
 ALGORITHM = "SELF_SPARSE"
@@ -180,11 +180,6 @@ def flag_of(name: str) -> str:
     return "--" + flag_fields()[name].replace("_", "-")
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """The valid name closest to `name`, for error messages."""
-    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
-
-
 def build(values: dict[str, Any], places: Mapping[str, str] | None = None) -> S3RConfig:
     """Validate `values`; raises ConfigError with one sentence for the first fault.
 
@@ -205,7 +200,7 @@ def _sentence(fault: ErrorDetails) -> str:
         return fault["msg"].removeprefix("Value error, ") + "."
     name = str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
-        return f"Unknown S3R setting '{name}'; did you mean '{nearest(name, list(S3RConfig.model_fields))}'?"
+        return unknown("S3R setting", name, S3RConfig.model_fields)
     rule = fault["msg"].replace("Input should be", "must be")
     return f"S3R setting {name} {rule}, not {fault['input']!r}; change {flag_of(name)}."
 
@@ -233,8 +228,7 @@ def load_yaml(source: str) -> dict[str, Any]:
         raise ConfigError(f"{path} must hold a mapping such as 'budget_ratio: 0.05'.")
     for name in values:
         if name not in S3RConfig.model_fields:
-            known = nearest(str(name), list(S3RConfig.model_fields))
-            raise ConfigError(f"{path} has the unknown setting '{name}'; did you mean '{known}'?")
+            raise ConfigError(f"{path}: {unknown('setting', str(name), S3RConfig.model_fields)}")
     return values
 
 

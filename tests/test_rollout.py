@@ -290,6 +290,12 @@ def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
         assert row["metadata"] == asked.get("metadata")
         assert asked.get("token_ids") in (None, row["prompt_token_ids"])
     assert " Paris" in rows[[row["prompt_id"] for row in rows].index(7)]["text"]
-    words = ("autoregressive", "ratio", "Acceptance by draft position", "7 [0]:", "KV of replica 0: aimd, limit")
+    words = (
+        "autoregressive",
+        "ratio",
+        "Acceptance by draft position",
+        "7 [0]:",
+        "KV of replica 0: aimd, limit",
+    )
     for words_of_the_summary in words:
         assert words_of_the_summary in done.stdout

@@ -40,10 +40,13 @@ def server(model: str, mode: str, flags: Sequence[str], log: Path, seconds: floa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    argv = ["--model-path", model, "--port", str(port), "--sleep-on-idle", *flags]
+    argv = ["--model-path", model, "--port", str(port), *flags]
     if mode == "direct":
         argv += ["--s3r-mode", "direct"]
     on_gpu = cpu.has_gpu()
+    if not on_gpu:
+        # The trainer needs the core that an idle scheduler would spin on; costs a second at each sleep and sync.
+        argv.append("--sleep-on-idle")
     # The rollout service without speculation, for the control.
     environ = {**os.environ, "S3R_ROLLOUT_SERVICE": "1"}
     if not on_gpu:

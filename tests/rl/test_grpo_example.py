@@ -150,7 +150,9 @@ def test_a_wrong_training_argument_stops_the_comparison_before_a_server_starts(t
 def test_the_comparison_of_rollouts(model, tmp_path):
     """Both kinds of server, sleeping during the update; two optimizer steps a step."""
     command = [sys.executable, "-m", compare.__name__, "--model", str(model[0]), "--out", str(tmp_path)]
-    flags = "--dtype float32 --max-total-tokens 20000 --max-running-requests 32"
+    # A budget below the contexts, so that drafts are sparse.
+    flags = "--dtype float32 --max-total-tokens 20000 --max-running-requests 32 --s3r-min-budget 8"
+    flags += " --s3r-recent-window 4"
     command += ["--server-args", flags, "--"]
     command += ["--steps", "3", "--prompts", "4", "--group-size", "4", "--mini-batch", "8", "--sleep", "all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

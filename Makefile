@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 UV := $(shell command -v uv || echo $(VENV)-uv/bin/uv)
 MODEL := $(BIN)/s3r model fetch
 TYPED := s3r_sglang/cli.py s3r_sglang/commands s3r_sglang/config.py s3r_sglang/cpu/__init__.py \
-	s3r_sglang/doctor.py s3r_sglang/launch.py s3r_sglang/metrics.py s3r_sglang/models.py \
+	s3r_sglang/doctor.py s3r_sglang/faults.py s3r_sglang/launch.py s3r_sglang/metrics.py s3r_sglang/models.py \
 	s3r_sglang/prompts.py s3r_sglang/report.py s3r_sglang/rollout.py s3r_sglang/sampling.py \
 	s3r_sglang/requests.py s3r_sglang/scheduler s3r_sglang/server rl_integration configs \
 	kernels/ops kernels/reference

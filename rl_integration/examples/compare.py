@@ -124,13 +124,14 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         left.bar(list(results), heights, bottom=bottom, label=phase, width=0.6)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     left.set_ylabel("seconds per step")
-    left.legend()
+    left.legend(loc="upper left", bbox_to_anchor=(1, 1))
     for mode, steps in results.items():
         right.plot(
             [step["step"] for step in steps], [step["reward"] for step in steps], marker="o", label=mode
         )
     right.set_xlabel("step")
     right.set_ylabel("mean reward")
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

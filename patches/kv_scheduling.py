@@ -44,7 +44,9 @@ def count_retraction(scheduler, req, is_retracted: bool = False) -> None:
 def refuse_larger_than_the_pool(original, scheduler, req) -> None:
     """Around `Scheduler.init_req_max_new_tokens`: refuse what cannot finish in the KV pool, before it starts."""
     controller = controller_of(scheduler)
-    asked = req.sampling_params.max_new_tokens
+    asked, most = req.sampling_params.max_new_tokens, scheduler.max_new_tokens_limit
+    if asked is not None and (most or 0) > 0:
+        asked = min(asked, most)  # of SGLANG_MAX_NEW_TOKENS_LIMIT, to which SGLang lowers it
     original(scheduler, req)
     if controller is not None:
         controller.limit_length(req, asked)

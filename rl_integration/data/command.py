@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 console = Console(stderr=True)
 app = typer.Typer(no_args_is_help=True, help="Prompts with answers from the paper's data sets.")
@@ -38,7 +39,7 @@ def prepare(
             name, out, source=source, style=style, seed=seed, limit=limit, holdout=holdout, force=force
         )
     except module.DataError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     console.print(
         f"{out}: {done.written} problems, {done.held_out} held out, of {done.rows} rows "

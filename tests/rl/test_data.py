@@ -226,3 +226,9 @@ def test_answers_that_became_floats_are_drift(tmp_path):
 
     with pytest.raises(DataError, match=r"row 1 of .* answer"):
         run(tmp_path, "aime26", source=broken(tmp_path, change, "aime26"))
+
+
+def test_the_command_prints_file_names_as_they_are(tmp_path):
+    path = tmp_path / "[red] absent.parquet"
+    arguments = ["data", "prepare", "aime26", "--out", str(tmp_path / "a.jsonl"), "--source", str(path)]
+    assert "[red] absent.parquet" in CliRunner().invoke(app, arguments).output

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from s3r_sglang import cpu, launch
 
@@ -39,7 +40,9 @@ def main() -> int:
     words, environ = command(mode, device, argv)
     # SystemExit at the next poll; the owner's `stop` sends this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    server = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    server = subprocess.Popen(
+        words, env=environ, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent, process_group=0
+    )
     try:
         while os.getppid() == int(owner):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -55,13 +58,17 @@ def _die_with_parent() -> None:
 
 
 def _stop(server: subprocess.Popen) -> None:
-    if server.poll() is not None:
-        return
-    server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(STOP_SECONDS)
-    # The owner made us a process group of our own; what SGLang's children are left is in it, and so are we.
-    os.killpg(0, signal.SIGKILL)
+    """End the server and what it leaves behind, so that the next life finds its memory free."""
+    if server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(STOP_SECONDS)
+    deadline = time.monotonic() + STOP_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.poll()
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

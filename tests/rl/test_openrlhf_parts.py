@@ -380,31 +380,41 @@ def test_a_steps_summary_adds_servers_up():
 
 # ---- the server's life
 
-OWNER = """
-import subprocess, sys, os, time
+SERVE = """
+import os, sys
 import s3r_sglang.rl_integration.openrlhf.serve as serve
 sys.argv = ["serve", "exact", "cuda", str(os.getppid())]
-serve.command = lambda *_: ([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+serve.command = lambda *_: (["sh", "-c", {shell!r}], dict(os.environ))
 sys.exit(serve.main())
 """
 
 
+def serve(tmp_path, shell):
+    """(command of a `serve` whose server is `shell`, mark of its processes, its environment)."""
+    script = tmp_path / "serve.py"
+    script.write_text(SERVE.format(shell=shell))
+    environ = {**os.environ, "S3R_TEST_OWNER": str(tmp_path)}
+    return [sys.executable, str(script)], f"S3R_TEST_OWNER={tmp_path}", environ
+
+
 def test_a_server_does_not_outlive_its_owner(tmp_path):
     """The owner is killed, so it cannot tell anybody."""
-    script = tmp_path / "serve.py"
-    script.write_text(OWNER)
-    mark = f"S3R_TEST_OWNER={tmp_path}"
-    words = f"[sys.executable, {str(script)!r}], start_new_session=True"
-    parent = f"import subprocess, sys; subprocess.Popen({words}).wait()"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", parent], env={**os.environ, "S3R_TEST_OWNER": str(tmp_path)}
-    )
+    words, mark, environ = serve(tmp_path, "sleep 600 & wait")
+    parent = f"import subprocess; subprocess.Popen({words}, start_new_session=True).wait()"
+    owner = subprocess.Popen([sys.executable, "-c", parent], env=environ)
     try:
-        wait_until(lambda: len(marked(mark)) == 3, 60)
+        # Owner, serve, its server and the server's child.
+        wait_until(lambda: len(marked(mark)) == 4, 60)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    wait_until(lambda: not marked(mark), 20)
+    wait_until(lambda: not marked(mark), 30)
+
+
+def test_what_a_dead_server_leaves_behind_is_ended(tmp_path):
+    words, mark, environ = serve(tmp_path, "sleep 600 & exit 3")
+    assert subprocess.run(words, env=environ, timeout=60, check=False).returncode == 3
+    assert not marked(mark)
 
 
 def marked(mark):

@@ -1,11 +1,13 @@
 """`s3r bench-kv`: from the options to a job, from variant to variant, and to a report and files."""
 
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.status import Status
 
 from s3r_sglang.bench import execute as bench
 from s3r_sglang.bench import load, paper, provenance, traffic
@@ -51,7 +53,7 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> KvRep
         console.print(render.workload_line(report), highlight=False)
         for key in keys:
             with console.status(VARIANTS[key].title(job.slots)) as status:
-                found = run.run_variant(job, key, folder, workload, status.update)
+                found = run.run_variant(job, key, folder, workload, _progress(console, status))
             console.print(
                 f"{found.title}: {found.tokens_per_second:.0f} tok/s, {found.seconds:.1f} s", highlight=False
             )
@@ -127,6 +129,14 @@ def _earlier_runs(out: Path | None, job: KvJob) -> dict[str, KvRun]:
         names = ", ".join(name for name in ours if ours[name] != theirs[name])
         raise LoadError(f"{out}/report.json is of another job ({names} differ): choose another --out")
     return report.runs
+
+
+def _progress(console: Console, status: Status) -> run.Progress:
+    """The status line, or in a log a line per step with the time, which tells a slow start from a hang."""
+    if console.is_terminal:
+        return status.update
+    begin = time.perf_counter()
+    return lambda text: console.print(f"{time.perf_counter() - begin:6.1f} s  {text}", highlight=False)
 
 
 def _show(report: KvReport, out: Path | None, console: Console) -> None:

@@ -11,11 +11,6 @@ console = Console(stderr=True)
 app = typer.Typer(no_args_is_help=True, help="Prompts with answers from the paper's data sets.")
 
 
-@app.callback()
-def data() -> None:
-    """Keep `prepare` a subcommand although it is the only one."""
-
-
 @app.command()
 def prepare(
     name: Annotated[str, typer.Argument(help="dapo-math-17k, aime26, arxiv-math or arithmetic")],
@@ -50,4 +45,24 @@ def prepare(
     if done.paper_rows not in (None, done.written + done.held_out):
         console.print(
             f"[yellow]note:[/] the paper used {done.paper_rows} problems of {name}.", soft_wrap=True
+        )
+
+
+@app.command()
+def score(
+    rollouts: Annotated[Path, typer.Argument(help="Output of `s3r rollout` on prepared prompts.")],
+) -> None:
+    """Grade responses: pass@1, averaged over the problems of each data set."""
+    from s3r_sglang.rl_integration.data import score as module
+
+    try:
+        scores = module.score(rollouts)
+    except module.DataError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    for name, found in scores.items():
+        error_text = "" if found.error is None else f" ± {found.error:.2f}"
+        print(
+            f"{name}: pass@1 {found.pass_at_1:.2f}%{error_text} ({found.problems} problems, {found.responses} "
+            f"responses, {found.truncated:.1%} truncated)"
         )

@@ -232,3 +232,49 @@ def test_the_command_prints_file_names_as_they_are(tmp_path):
     path = tmp_path / "[red] absent.parquet"
     arguments = ["data", "prepare", "aime26", "--out", str(tmp_path / "a.jsonl"), "--source", str(path)]
     assert "[red] absent.parquet" in CliRunner().invoke(app, arguments).output
+
+
+def responses(path, rows):
+    """An output file of `s3r rollout`, its fields that are read here."""
+    names = ("prompt_id", "text", "finish_reason")
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                dict(zip(names, row[:3], strict=True))
+                | {"metadata": {"answer": row[3], "datasource": row[4]}}
+            )
+            for row in rows
+        )
+    )
+    return path
+
+
+def test_scores_average_over_problems_and_take_truncated_responses_for_wrong(tmp_path):
+    path = responses(
+        tmp_path / "rollouts.jsonl",
+        [
+            ("a", r"\boxed{1}", "stop", "1", "aime26"),
+            ("a", r"\boxed{2}", "stop", "1", "aime26"),
+            ("b", r"\boxed{0.5}", "stop", r"\frac12", "aime26"),
+            ("c", "Answer: 3", "length", "3", "aime26"),
+            ("d", "none", "stop", "4", "arxiv-math"),
+        ],
+    )
+    done = CliRunner().invoke(app, ["data", "score", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        # 50, 100 and 0 percent.
+        "aime26: pass@1 50.00% ± 28.87 (3 problems, 4 responses, 25.0% truncated)",
+        "arxiv-math: pass@1 0.00% (1 problems, 1 responses, 0.0% truncated)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"prompt_id": 1, "text": "x", "finish_reason": "stop", "metadata": null}']
+)
+def test_what_cannot_be_scored_is_refused(tmp_path, text):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(text)
+    done = CliRunner().invoke(app, ["data", "score", str(path)])
+    assert done.exit_code == 1
+    assert "rollouts.jsonl" in done.output

@@ -164,6 +164,24 @@ def _load_rows(rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(
+    rows, lse, out, partial_out, partial_lse, batch, query, head, num_heads, split, num_splits,
+    stride_out_batch, stride_out_query, stride_out_head,
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Store a result [BLOCK_M, BLOCK_D], or that of a split with its (base 2) log-sum-exp."""
+    dim = tl.arange(0, BLOCK_D)
+    mask = (query < QUERIES)[:, None] & (dim < HEAD_DIM)[None, :]
+    if IS_SPLIT:
+        part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * num_splits + split
+        tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], rows, mask=mask)
+        tl.store(partial_lse + part, lse, mask=query < QUERIES)
+    else:
+        row = batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
+        tl.store(out + row[:, None] + dim[None, :], rows, mask=mask)
+
+
+@triton.jit
 def _verify_kernel(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, lse_estimate, num_candidates, scores,
     out, partial_out, partial_lse, scale_log2,
@@ -195,6 +213,15 @@ def _verify_kernel(
     row = tl.arange(0, BLOCK_M)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
+    if begin >= end:
+        # Besides padding and splits of a short context this serves the compiler: of a loop that might not
+        # run at all, ptxas serialises the tensor core instructions (C7515).
+        _store_rows(
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
+            out, partial_out, partial_lse, batch, query, head, num_heads, split, num_splits,
+            stride_out_batch, stride_out_query, stride_out_head, QUERIES, HEAD_DIM, BLOCK_D, IS_SPLIT,
+        )  # fmt: skip
+        return
     q_mask = (query < QUERIES)[:, None] & (dim < HEAD_DIM)[None, :]
     q_tile = tl.load(
         q + batch.to(tl.int64) * stride_q_batch
@@ -223,7 +250,7 @@ def _verify_kernel(
     acc = tl.zeros([BLOCK_D, BLOCK_M] if POSITIONS_FIRST else [BLOCK_M, BLOCK_D], tl.float32)
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
-    last = tl.maximum(end - 1, 0)  # lanes beyond the end read its row: no masks, and no foreign values
+    last = end - 1  # lanes beyond the end read its row: no masks, and no foreign values
     pool_rows = tl.load(token_rows + tl.minimum(begin + lane, last))
     for start in range(begin, end, BLOCK_N):
         position = start + lane
@@ -266,15 +293,11 @@ def _verify_kernel(
     if POSITIONS_FIRST:
         acc = tl.trans(acc)
     acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
-    if not IS_SPLIT:
-        out_row = (
-            out + batch.to(tl.int64) * stride_out_batch + query * stride_out_query + head * stride_out_head
-        )
-        tl.store(out_row[:, None] + dim[None, :], acc, mask=q_mask)
-    else:
-        part = ((batch * QUERIES + query).to(tl.int64) * num_heads + head) * num_splits + split
-        tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
-        tl.store(partial_lse + part, shift + tl.log2(running_sum), mask=query < QUERIES)
+    _store_rows(
+        acc, shift + tl.log2(running_sum), out, partial_out, partial_lse, batch, query, head, num_heads,
+        split, num_splits, stride_out_batch, stride_out_query, stride_out_head,
+        QUERIES, HEAD_DIM, BLOCK_D, IS_SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])

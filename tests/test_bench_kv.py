@@ -23,7 +23,7 @@ from s3r_sglang.cli import app
 
 def a_workload(requests=20, groups=5, prompt_length=10, longest=100):
     prompts = load.random_prompts(64, groups, prompt_length)
-    return Workload.make(prompts, requests=requests, longest=longest, seed=0)
+    return Workload.make(prompts, requests=requests, group_size=4, longest=longest, seed=0)
 
 
 def test_lengths_have_a_long_tail_and_the_same_head_for_any_count():
@@ -66,7 +66,7 @@ def test_peak_demand_is_that_of_a_step_by_step_rollout(requests, slots):
 
 
 def test_the_pool_is_the_peak_demand_over_the_pressure():
-    workload = a_workload(requests=64)
+    workload = a_workload(requests=64, groups=16)
     demand = peak_demand([10] * 64, workload.lengths, 16)
     assert workload.pool(16, 1.5) == math.ceil(demand / 1.5)
     with pytest.raises(LoadError, match="does not hold one response of 100 tokens"):

@@ -86,7 +86,11 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
     else:
         prompts = load.random_prompts(shape.vocab_size, groups, options.prompt_length, options.seed)
     workload = Workload.make(
-        prompts, requests=options.requests, longest=options.max_length, seed=options.seed
+        prompts,
+        requests=options.requests,
+        group_size=options.group_size,
+        longest=options.max_length,
+        seed=options.seed,
     )
     positions = config.get("max_position_embeddings", workload.context)
     if workload.context > positions:

@@ -30,9 +30,10 @@ class Workload:
     longest: int
 
     @classmethod
-    def make(cls, prompts: list[list[int]], *, requests: int, longest: int, seed: int) -> "Workload":
-        """Responses in equal groups, one per prompt; the same arguments give the same lengths."""
-        group_size = math.ceil(requests / len(prompts))
+    def make(
+        cls, prompts: list[list[int]], *, requests: int, group_size: int, longest: int, seed: int
+    ) -> "Workload":
+        """`group_size` responses to each prompt, the last one's cut off at `requests` in all."""
         return cls(
             prompts=[prompts[i // group_size] for i in range(requests)],
             lengths=response_lengths(requests, longest, seed),

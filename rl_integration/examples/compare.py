@@ -157,19 +157,21 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     # As an exception, so that the server is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for mode in args.modes:
         log = args.out / f"server-{mode}.log"
-        with server(args.model, mode, shlex.split(args.server_args), log, args.start_seconds) as url:
+        flags = shlex.split(args.server_args)
+        with server(args.model, mode, flags, log, args.start_seconds) as url:
             results[mode] = run(args.model, mode, url, theirs)
-    report = {
-        "model": args.model,
-        "training": {name: str(value) for name, value in vars(training).items()},
-        "server_args": args.server_args,
-        "summary": {mode: summary(steps) for mode, steps in results.items()},
-        "steps": results,
-    }
-    (args.out / "comparison.json").write_text(json.dumps(report, indent=1))
+        report = {
+            "model": args.model,
+            "training": {name: str(value) for name, value in vars(training).items()},
+            "server_args": args.server_args,
+            "summary": {name: summary(steps) for name, steps in results.items()},
+            "steps": results,
+        }
+        # After each mode, so that nothing is lost if the next one fails.
+        (args.out / "comparison.json").write_text(json.dumps(report, indent=1))
     plot(results, args.out / "comparison.png")
     print(json.dumps(report["summary"], indent=1))
 

@@ -28,8 +28,8 @@ class GraphedDrafter:
     """A drafter that replays graphs where it can, and runs eagerly where it cannot.
 
     Eager are batches larger than the largest bucket, and those that bias logits. Batches that filter have graphs
-    of their own, as filters read the logits about ten times. A padded row drafts for slot 0 from
-    an empty prefix: SGLang keeps that slot and the KV row behind it for padding.
+    of their own, in fewer sizes, since few servers see such batches and each takes start-up time. A padded row
+    drafts for slot 0 from an empty prefix: SGLang keeps that slot and the KV row behind it for padding.
 
     Memory: the proposal buffer of the largest bucket, 4 bytes x bucket x k x V (0.93 GB for 256 requests,
     k = 6, V = 152K), and the graphs, which share SGLang's graph memory pool.
@@ -45,8 +45,9 @@ class GraphedDrafter:
     ) -> None:
         self.drafter = drafter
         self.lay_out = lay_out
-        self.buckets = sorted(buckets)
-        largest = self.buckets[-1]
+        # By whether the batch filters.
+        self.buckets = {False: sorted(buckets), True: halvings(buckets)}
+        largest = max(buckets)
         self.inputs = {
             name: torch.zeros(largest, dtype=torch.int64, device=device)
             for name in ("req_pool_indices", "start", "bonus_tokens", "seeds")
@@ -67,10 +68,12 @@ class GraphedDrafter:
         """Capture all buckets, the largest first: the later ones reuse its memory."""
         # SGLang's `graph_capture` makes the all-reduces of tensor parallelism recordable, and gives the stream.
         with model_capture_mode(), graph_capture() as context:
-            for bucket in reversed(self.buckets):
-                for filtered in (False, True):
+            for filtered, buckets in self.buckets.items():
+                for bucket in reversed(buckets):
                     self._capture_bucket(bucket, filtered, context.stream)
-        logger.info("S3R: captured draft graphs for batch sizes %s", self.buckets)
+        logger.info(
+            "S3R: captured draft graphs for batch sizes %s, filtered ones for %s", *self.buckets.values()
+        )
 
     def _capture_bucket(self, bucket: int, filtered: bool, stream: torch.cuda.Stream) -> None:
         def run() -> None:
@@ -87,11 +90,12 @@ class GraphedDrafter:
     def __call__(self, block: Block, params: SamplingParams) -> Draft:
         """Draft k tokens for each request, see `Drafter.__call__`; the result is overwritten by the next call."""
         batch_size = block.start.shape[0]
-        if batch_size > self.buckets[-1]:
+        buckets = self.buckets[params.filtered]
+        if batch_size > buckets[-1]:
             return self.drafter(block, params)
         if params.logit_bias is not None:
             return self.drafter.run(block, params, self._out(batch_size))
-        bucket = self.buckets[bisect.bisect_left(self.buckets, batch_size)]
+        bucket = buckets[bisect.bisect_left(buckets, batch_size)]
         for name, buffer in self.inputs.items():
             buffer[:batch_size].copy_(getattr(block, name))
             buffer[batch_size:bucket].zero_()
@@ -115,3 +119,12 @@ class GraphedDrafter:
 
     def _out(self, batch_size: int) -> Draft:
         return Draft(tokens=self.out.tokens[:batch_size], probs=self.out.probs[:batch_size])
+
+
+def halvings(buckets: list[int]) -> list[int]:
+    """The largest bucket, the largest that is at most half of it, and so on; ascending."""
+    kept: list[int] = []
+    for bucket in sorted(buckets, reverse=True):
+        if not kept or 2 * bucket <= kept[-1]:
+            kept.append(bucket)
+    return kept[::-1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import deque
@@ -126,6 +127,17 @@ def test_lost_short_swapped_and_aborted_answers_are_found():
     aborted[5]["meta_info"]["finish_reason"] = {"type": "abort", "message": "no memory"}
     with pytest.raises(run.AnswerError, match="'abort'"):
         run.check_answers(workload, aborted)
+
+
+def test_sglangs_admission_is_scaled_with_the_lengths(monkeypatch):
+    monkeypatch.delenv(run.CLIP_ENV, raising=False)
+    for longest, clip in {16384: "4096", 40000: "4096", 4096: "1024", 2: "1"}.items():
+        with run.scaled_admission(longest):
+            assert os.environ[run.CLIP_ENV] == clip
+    assert run.CLIP_ENV not in os.environ
+    monkeypatch.setenv(run.CLIP_ENV, "77")
+    with run.scaled_admission(4096):
+        assert os.environ[run.CLIP_ENV] == "77"
 
 
 def a_job(**changes):

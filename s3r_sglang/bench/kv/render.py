@@ -145,7 +145,8 @@ def markdown(report: KvReport, plot: str | None) -> str:
         "its tail included. Episodes: requests paused and copied to host memory; again: the same request not for "
         "the first time; fallbacks: requests that had to be recomputed all the same. A page is the KV of one "
         "token here; the paper (arXiv 2610.13202, Table 2: Qwen3-1.7B, ten RL steps, up to 16K tokens) does not "
-        "say what its pages hold, so the ratio of two rows is what compares. Its AR row is another engine (vLLM).",
+        "say what its pages hold, so the ratio of two rows is what compares. Its AR row is another engine (vLLM). "
+        "The tokens that SGLang's own admission expects of a request (AR, Recompute) are scaled with the lengths.",
     ]
     if plot:
         lines += ["", f"![Concurrency limit, utilisation and backlog over time]({plot})"]

@@ -1,8 +1,10 @@
 """Run one variant: an engine with the pool of the job, one rollout, and the checks that it was answered right."""
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ SAMPLE_SECONDS = 0.2
 # A scheduler whose state and totals stay the same for so long will not answer any more.
 STALL_SECONDS = 60.0
 WARM_UP_TOKENS = 24
+# Most tokens that SGLang's admission sets aside for a request, and the longest response of the paper's ablation.
+CLIP_ENV, FULL_CLIP, FULL_LENGTH = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", 4096, 16384
 # Logprobs are checked for this many responses; all of them would cost a second rollout's prefill.
 CHECKED = 32
 TOTALS = ("pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds")
@@ -59,7 +63,7 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
     progress(f"{title}: starting the engine")
     argv = _engine_argv(job, key, folder, workload)
     probe = ProbeConfig(imposed_acceptance=job.imposed_acceptance, planned_ends=True)
-    with probed_engine(argv, variant.policy is not None, probe) as engine:
+    with scaled_admission(job.longest), probed_engine(argv, variant.policy is not None, probe) as engine:
         _check_pool(job, engine)
         progress(f"{title}: warm-up")
         _warm_up(engine, workload, job.slots)
@@ -91,6 +95,23 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
         samples=tuple(rollout.samples),
         s3r_config=config,
     )
+
+
+@contextmanager
+def scaled_admission(longest: int) -> Iterator[None]:
+    """Have engines that start within expect as much of a response, relative to the longest, as at full scale.
+
+    SGLang's own admission (AR and recompute) sets a share of at most 4,096 tokens aside per request. Left at that,
+    it would hardly admit anything beside responses of up to 4K tokens, and never be under pressure.
+    """
+    if CLIP_ENV in os.environ:
+        yield
+        return
+    os.environ[CLIP_ENV] = str(max(1, FULL_CLIP * min(longest, FULL_LENGTH) // FULL_LENGTH))
+    try:
+        yield
+    finally:
+        del os.environ[CLIP_ENV]
 
 
 def _engine_argv(job: KvJob, key: str, folder: Path, workload: Workload) -> list[str]:

@@ -9,6 +9,7 @@ OpenRLHF calls rewards, and cannot interrupt a long multiplication. The answers 
 integers; they seldom get there.
 """
 
+import importlib.util
 import json
 import logging
 import os
@@ -205,12 +206,21 @@ class _Workers:
 
     @staticmethod
     def _start() -> "subprocess.Popen[str]":
+        require_math_verify()
         return subprocess.Popen(
             [sys.executable, "-m", "s3r_sglang.rl_integration.reward_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+        )
+
+
+def require_math_verify() -> None:
+    """Raise ModuleNotFoundError, with what to do, if the comparisons could not run here."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ModuleNotFoundError(
+            f"grading mathematics needs math-verify, which {sys.executable} does not have: pip install math-verify"
         )
 
 
@@ -245,7 +255,12 @@ def openrlhf_reward(correct: float, incorrect: float) -> Callable[..., dict[str,
     Its result holds, per query, `rewards`, `scores` (1 if correct, else 0; OpenRLHF filters groups by it) and
     logs: shares of responses without an answer, of comparisons that were stopped, and of queries whose prompt
     was not found.
+
+    Raises:
+        ModuleNotFoundError: math-verify is missing. OpenRLHF loads the file when it starts its engines, while an
+            error in a reward ends nothing there.
     """
+    require_math_verify()
 
     def reward_func(
         queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: Any

@@ -227,3 +227,14 @@ def test_the_dapo_values_and_the_binary_ones_give_the_same_advantages():
         return (rewards - rewards.mean()) / (rewards.std() + 1e-9)
 
     torch.testing.assert_close(advantage(binary), advantage(dapo))
+
+
+def test_a_missing_library_stops_the_run_when_the_file_is_loaded():
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'math_verify' else find(name, *a)\n"
+        "import s3r_sglang.rl_integration.reward_binary"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install math-verify" in done.stderr

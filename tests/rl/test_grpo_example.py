@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from s3r_sglang.rl_integration.client import PlacedGroup
+from s3r_sglang.rl_integration.data.prepare import prepare
 from s3r_sglang.rl_integration.examples import compare, grpo, objective
 from s3r_sglang.rl_integration.examples.objective import Sample
 from s3r_sglang.rl_integration.examples.tasks import Mathematics
@@ -154,6 +155,8 @@ def test_the_comparison_of_rollouts(model, tmp_path):
     flags = "--dtype float32 --max-total-tokens 20000 --max-running-requests 32 --s3r-min-budget 8"
     flags += " --s3r-recent-window 4"
     command += ["--server-args", flags, "--"]
+    prepare("arithmetic", tmp_path / "problems.jsonl", limit=12)
+    command += ["--data", str(tmp_path / "problems.jsonl"), "--reward", "even"]
     command += ["--steps", "3", "--prompts", "4", "--group-size", "4", "--mini-batch", "8", "--sleep", "all"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -72,6 +72,9 @@ def model_fetch(
 
     if name not in models.MODELS:
         raise fail(unknown("model", name, models.MODELS))
+    if models.is_complete(there := out or models.cache_dir() / name):
+        print(there)
+        return
     with report.progress(console) as bar:
         task = bar.add_task(name)
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from s3r_testing import free_port, write_word_tokenizer
 
 from s3r_sglang import cpu
 
@@ -25,17 +25,13 @@ LOGPROB_TOLERANCE = 2e-4
 
 def write_model(folder, seed=0):
     """A random float32 Llama with a tokenizer of words t0 … t63 and a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1")
-    tokenizer.chat_template = (
+    chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "t2 {{ m.content }} {% endfor %}t3"
     )
-    tokenizer.save_pretrained(folder)
+    write_word_tokenizer(folder, VOCAB, chat_template)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -56,13 +52,6 @@ def write_model(folder, seed=0):
     model.save_pretrained(folder)
     assert json.loads((Path(folder) / "config.json").read_text())["dtype"] == "float32"
     return model
-
-
-def free_port():
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

@@ -110,7 +110,7 @@ def _launch_kernels(
         block_n = 128 // q.element_size()  # float32 tiles of 64 positions would spill
     if num_warps is None:
         # Measured on an H200 at 64 x 8K: 527 us (4 warps: 557) for 28 rows, 172 us (8 warps: 281) for 42.
-        num_warps = 4 if block_m == 64 else 8
+        num_warps = 4 if block_m == 64 and block_d <= 128 else 8
     if num_stages is None:
         num_stages = _num_stages(q, block_m, block_n, block_d)
     if num_splits is None:

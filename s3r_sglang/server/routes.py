@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from enum import Enum
 from typing import Any
 
 import anyio.to_thread
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
 from starlette.middleware import Middleware
@@ -26,6 +27,7 @@ from s3r_sglang.server.protocol import (
 )
 from s3r_sglang.server.stats import Stats
 
+TAGS: list[str | Enum] = ["s3r"]
 NDJSON = "application/x-ndjson"
 # nginx's code for "client closed request": nobody receives it, the access log shows it.
 CLIENT_GONE = 499
@@ -175,11 +177,13 @@ def mount(app: FastAPI, state: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     service = Service(state.tokenizer_manager, state.scheduler_info)
-    router = APIRouter(prefix="/s3r", tags=["s3r"])
+    # On the application itself: SGLang does not find the auth level of a route behind an included router, and
+    # would take the users' key for it.
     admin = auth_level(AuthLevel.ADMIN_OPTIONAL)
 
-    @router.post(
-        "/rollout",
+    @app.post(
+        "/s3r/rollout",
+        tags=TAGS,
         openapi_extra=request_body(RolloutRequest),
         response_model=RolloutResponse,
         responses={200: {"content": {NDJSON: {}}}, **refusals(400, 413, 429, 503)},
@@ -187,30 +191,34 @@ def mount(app: FastAPI, state: Any) -> None:
     async def rollout(request: Request) -> Response:
         return await service.rollout(request)
 
-    @router.get("/stats")
+    @app.get("/s3r/stats", tags=TAGS)
     async def stats() -> Response:
         return await service.statistics()
 
-    @router.get("/ready", responses=refusals(503))
+    @app.get("/s3r/ready", tags=TAGS, responses=refusals(503))
     async def ready() -> Response:
         return await service.ready()
 
-    @router.get("/weights")
+    @app.get("/s3r/weights", tags=TAGS)
     @admin
     async def weights() -> Response:
         return service.weights()
 
-    @router.post("/weights/begin", openapi_extra=WAIT, responses=refusals(400, 409))
+    @app.post("/s3r/weights/begin", tags=TAGS, openapi_extra=WAIT, responses=refusals(400, 409))
     @admin
     async def begin(request: Request) -> Response:
         return await service.begin_update(request)
 
-    @router.post("/weights/commit", openapi_extra=request_body(Commit), responses=refusals(400, 409, 413))
+    @app.post(
+        "/s3r/weights/commit",
+        tags=TAGS,
+        openapi_extra=request_body(Commit),
+        responses=refusals(400, 409, 413),
+    )
     @admin
     async def commit(request: Request) -> Response:
         return await service.commit_update(request)
 
-    app.include_router(router)
     # First in the list is outermost: the page, which holds nothing but its code, is in front of SGLang's
     # authentication, because a browser cannot send a key before there is a page to ask for it.
     app.user_middleware.insert(0, Middleware(PageMiddleware))

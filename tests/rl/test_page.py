@@ -1,7 +1,6 @@
 """The live page in headless Chromium against real servers: its numbers, its states, its API key."""
 
 import concurrent.futures
-import os
 import shutil
 
 import httpx
@@ -11,8 +10,6 @@ from support import groups, prompt, stats
 
 pytestmark = pytest.mark.slow
 
-# `S3R_SCREENSHOT=docs/images/live-page.png pytest tests/rl/test_page.py` makes the picture of the guide.
-SCREENSHOT = os.environ.get("S3R_SCREENSHOT")
 WIDTHS = {"laptop": (1280, 720), "phone": (390, 844)}
 
 
@@ -66,9 +63,6 @@ def test_the_page_shows_what_the_stats_say(server, page):
                 timeout=30_000,
             )
         assert number(page, "#kv") > 0
-        if SCREENSHOT:
-            page.wait_for_timeout(8000)
-            page.screenshot(path=SCREENSHOT)
         assert len(asked.result()) == 8
     wait_for(page, "#groups", "0")
     now = stats(server)

@@ -86,6 +86,47 @@ def test_new_weights_are_what_is_sampled_from_and_what_drafts(fresh, model, othe
         assert sampled["accept_length"] > 0.75 * tau
 
 
+def test_the_requests_by_which_slime_updates_a_paused_server(fresh, other_model):
+    """No session of ours: pause and abort, flush, broadcast in one request per bucket, continue."""
+    sender = DistributedSender(fresh.url, address="127.0.0.1", port=free_port(), backend="gloo")
+    parameters = [(name, weight.detach()) for name, weight in other_model[1].named_parameters()]
+    body = {
+        "names": [name for name, _ in parameters],
+        "dtypes": ["float32"] * len(parameters),
+        "shapes": [list(weight.shape) for _, weight in parameters],
+        "group_name": "s3r_weights",
+        "flush_cache": False,
+        "weight_version": "second",
+    }
+    try:
+        for path in ("pause_generation", "flush_cache"):
+            httpx.post(f"{fresh.url}/{path}", json={}, timeout=60).raise_for_status()
+        update, result = background(
+            lambda: httpx.post(f"{fresh.url}/update_weights_from_distributed", json=body, timeout=60)
+        )
+        for _, weight in parameters:
+            torch.distributed.broadcast(weight.contiguous(), src=0, group=sender._group)
+        update.join()
+        assert result[0].status_code == 200, result[0].text
+        httpx.post(f"{fresh.url}/continue_generation", json={}, timeout=60).raise_for_status()
+    finally:
+        sender.close()
+    tokens, group = greedy(fresh)
+    assert tokens == dense_greedy(other_model[1])
+    assert group["weight_version"] == "second"
+
+
+def test_ipc_without_a_checkpoint_engine_is_refused_and_changes_nothing(fresh, model):
+    """Its handles are of CUDA devices, so this is as far as a CPU goes; the update itself is SGLang's."""
+    body = {"zmq_handles": {"GPU-0": "ipc:///nowhere"}, "weight_version": "second"}
+    response = httpx.post(f"{fresh.url}/update_weights_from_ipc", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert response.json()["message"].startswith("IPC weight update failed")
+    tokens, group = greedy(fresh)
+    assert tokens == dense_greedy(model[1])
+    assert group["weight_version"] == "first"
+
+
 def test_prefix_kv_is_dropped_even_if_the_trainer_does_not_ask(fresh, other_model):
     groups(fresh, group_size=1)
     body = {"model_path": str(other_model[0]), "flush_cache": False, "weight_version": "second"}
@@ -145,7 +186,7 @@ def plain_greedy(server, number):
 
 def test_updates_between_plain_requests_wait_for_them_and_mix_no_weights(fresh, model, other_model):
     """SGLang's scheduler asserts that it is idle and ends otherwise: the last batch outlives the last response."""
-    folders, done, answers = [other_model[0], model[0]] * 6, threading.Event(), []
+    folders, done, answers = [other_model[0], model[0]] * 3, threading.Event(), []
 
     def ask(number):
         while not done.is_set():
@@ -260,3 +301,18 @@ def test_buckets_keep_every_tensor_once_and_their_size():
     tensors = [(str(n), torch.zeros(n)) for n in (10, 5, 5, 30, 1)]
     parts = list(buckets(iter(tensors), 4 * 20))
     assert [[name for name, _ in part] for part in parts] == [["10", "5", "5"], ["30"], ["1"]]
+
+
+def test_a_refused_broadcast_is_reported_at_once(fresh, model):
+    """The trainer must not sit in a collective operation that the server never joins."""
+    sender = DistributedSender(fresh.url, address="127.0.0.1", port=free_port(), backend="gloo")
+    post(fresh, "release", tags=["weights"])
+    try:
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match="weights are released"):
+            sender.send(model[1].named_parameters(), "second")
+        with pytest.raises(WeightSyncError, match="init_weights_update_group"):
+            DistributedSender(fresh.url, address="127.0.0.1", port=free_port(), backend="gloo")
+        assert time.monotonic() - started < 60
+    finally:
+        post(fresh, "resume")

@@ -18,7 +18,7 @@ EXCLUDED = "positive_data_acceptance"
 EXAMPLES = 40
 
 
-def fuzz(server, paths, seconds):
+def fuzz(server, folder, paths, seconds):
     """Run the command; its output names every failed check with a curl line that repeats it."""
     pytest.importorskip("schemathesis")
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json"]
@@ -36,19 +36,19 @@ def fuzz(server, paths, seconds):
     command += ["--seed", "1", "--generation-database", "none", "--request-timeout", "60", "--no-color"]
     hooks = Path(__file__).with_name("schemathesis_hooks.py")
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(hooks)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
 
 
-def test_fuzzing_the_routes_finds_nothing(server):
-    done = fuzz(server, "^/s3r/(rollout|stats|ready|weights)$", seconds=30)
+def test_fuzzing_the_routes_finds_nothing(server, tmp_path):
+    done = fuzz(server, tmp_path, "^/s3r/(rollout|stats|ready|weights)$", seconds=30)
     assert done.returncode == 0, done.stdout[-8000:]
     assert "4 selected" in done.stdout, done.stdout[-2000:]
     assert len(groups(server)) == 1
 
 
-def test_fuzzing_an_update_session_finds_nothing(server, model):
+def test_fuzzing_an_update_session_finds_nothing(server, model, tmp_path):
     """By itself: an open session holds rollouts back until it is committed, which random keys do not."""
-    done = fuzz(server, "^/s3r/weights/", seconds=10)
+    done = fuzz(server, tmp_path, "^/s3r/weights/", seconds=10)
     WeightSender(server.url).send_path(model[0], "first")
     assert done.returncode == 0, done.stdout[-8000:]
     assert httpx.get(f"{server.url}/s3r/ready", timeout=60).status_code == 200

@@ -155,10 +155,13 @@ def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
-        current = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
+        used = int((cgroup / "memory.current").read_text())
+        details = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # Cached files count as used; the kernel gives their memory away when it is asked for.
+        used -= int(details["active_file"]) + int(details["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return free
-    return free if limit == "max" else max(0, min(free, int(limit) - current))
+    return free if limit == "max" else max(0, min(free, int(limit) - used))
 
 
 def _allocate(shape: tuple[int, int], dtype: torch.dtype, pinned: bool) -> torch.Tensor:

@@ -119,5 +119,6 @@ def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, lim
     )
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit + "\n")
-        (tmp_path / "memory.current").write_text("1000\n")
+        (tmp_path / "memory.current").write_text("1700\n")
+        (tmp_path / "memory.stat").write_text("anon 900\nactive_file 500\ninactive_file 200\n")
     assert host_pool.free_memory(tmp_path) == expected

@@ -199,7 +199,7 @@ class RolloutEngine:
                 with self._flight():
                     rollout = await self._client.rollout([prompt], size, sampling)
             except RolloutError as error:
-                if self._server.lives == life and not await self._server.died():
+                if not await self._server.died(life):
                     raise GroupFailedError(str(error)) from error
                 await self._revive(life)
                 continue

@@ -19,6 +19,8 @@ from s3r_sglang import cpu, launch
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
 STOP_SECONDS = 10.0
+# Orphans stay in the process group until somebody reaps them; their memory is free before that.
+REAP_SECONDS = 3.0
 
 
 def command(mode: str, device: str, argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -63,7 +65,7 @@ def _stop(server: subprocess.Popen) -> None:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_SECONDS)
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + REAP_SECONDS
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(server.pid, signal.SIGKILL)

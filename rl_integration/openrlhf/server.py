@@ -96,12 +96,12 @@ class ServerProcess:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    async def died(self) -> bool:
-        """Whether the process has ended, or ends within a moment."""
+    async def died(self, life: int) -> bool:
+        """Whether the process of `life` has ended, or ends within a moment; true if there is a new one already."""
         deadline = time.monotonic() + DEATH_SECONDS
-        while self.alive and time.monotonic() < deadline:
+        while self.lives == life and self.alive and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        return not self.alive
+        return self.lives != life or not self.alive
 
     def stop(self) -> None:
         """Stop the server, if it runs, and wait for its end."""

@@ -17,7 +17,7 @@ from s3r_sglang.rl_integration.openrlhf.engine import VERSION_KEY, GroupFailedEr
 from s3r_sglang.rl_integration.openrlhf.metrics import Totals, summary
 from s3r_sglang.rl_integration.openrlhf.runtime import STANDINS
 from s3r_sglang.rl_integration.openrlhf.sampling import output_of, sampling_of
-from s3r_sglang.rl_integration.openrlhf.server import ServerError
+from s3r_sglang.rl_integration.openrlhf.server import ServerError, ServerProcess
 
 from s3r_sglang.server.protocol import GroupError, Response
 
@@ -222,8 +222,8 @@ class Server:
     async def start(self):
         self.lives, self.alive = self.lives + 1, True
 
-    async def died(self):
-        return not self.alive
+    async def died(self, life):
+        return self.lives != life or not self.alive
 
     def tail(self):
         return "the log"
@@ -340,6 +340,26 @@ def test_an_incomplete_or_foreign_group_stops_the_run(monkeypatch, params, answe
     engine, _, _ = engine_with(monkeypatch, list(answers), **options)
     with pytest.raises(error, match=message):
         generate(engine, params)
+
+
+def test_a_group_that_sees_the_loss_late_is_sampled_again_too(monkeypatch, tmp_path):
+    """By then another group has had the server restarted."""
+    monkeypatch.setattr("s3r_sglang.rl_integration.openrlhf.server.DEATH_SECONDS", 5.0)
+    server = ServerProcess("", "exact", "cpu", [], "", None, 0, "", tmp_path / "log", 1.0, lives=1)
+    server._process = subprocess.Popen(["sleep", "60"])
+
+    async def restarted_meanwhile():
+        waiting = asyncio.create_task(server.died(1))
+        await asyncio.sleep(0.1)
+        server.lives = 2
+        return await waiting
+
+    try:
+        assert asyncio.run(restarted_meanwhile())
+        assert not asyncio.run(server.died(2))
+    finally:
+        server.stop()
+    assert asyncio.run(server.died(2))
 
 
 def test_in_asynchronous_training_a_lost_server_ends_the_run(monkeypatch, params):

@@ -27,10 +27,19 @@ STARVED = {
 PROMPT = torch.randint(VOCAB, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.fixture(scope="module")
-def starved(engine, tiny_llama):
-    with engine(tiny_llama[0], **STARVED) as running:
-        yield running
+# Room for about 50 of 200 requests. All their KV moves: there is no radix cache to keep the prompt on the device.
+PRESSED = {
+    **STARVED,
+    "max_total_tokens": 1800,
+    "s3r_kv_policy": "offload",
+    "s3r_kv_headroom": 0,
+    "disable_radix_cache": True,
+}
+
+
+@pytest.fixture
+def starved(current_engine, tiny_llama):
+    return current_engine(tiny_llama[0], **STARVED)
 
 
 def filtered(logits: torch.Tensor, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0) -> torch.Tensor:
@@ -176,3 +185,16 @@ def test_group_with_a_seed_has_different_reproducible_samples(starved):
     )
     assert first == second
     assert len({tuple(ids) for ids in first}) == 4
+
+
+def test_law_holds_across_pause_and_restore(current_engine, tiny_llama):
+    """The KV of many requests goes to host memory and back, to other pages, between two rounds."""
+    running = current_engine(tiny_llama[0], **PRESSED)
+    law = enumerated_law(tiny_llama[1], PROMPT)
+    responses, acceptance = sample(running, [PROMPT] * SAMPLES, [{"temperature": 1.0}] * SAMPLES)
+    stats = running.get_server_info()["internal_states"][0]["s3r"]["kv"]
+    assert stats["restores"] > SAMPLES / 10
+    assert stats["pages_in"] == stats["pages_out"] > len(PROMPT) * SAMPLES / 10
+    assert (stats["recomputed"], stats["host_pages_used"]) == (0, 0)
+    assert acceptance < 0.9
+    assert p_value(responses, law) > 1e-4

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from s3r_sglang.server.gate import Gate, Refused
+from s3r_sglang.server.gate import Gate, Refused, wants_wait
 
 
 async def settle():
@@ -139,3 +139,34 @@ def test_a_sleeping_engine_refuses_at_once_and_those_it_held():
         assert (gate.held, gate.in_flight) == (0, 0)
 
     asyncio.run(scenario())
+
+
+def test_nothing_is_generated_asleep_or_between_old_and_new_weights():
+    async def scenario():
+        gate = Gate()
+        gate.refuse_generation()
+        gate.sleeping = {"weights"}
+        with pytest.raises(Refused, match="asleep"):
+            gate.refuse_generation()
+        gate.sleeping = set()
+        session = await gate.open_session(wait=False)
+        with pytest.raises(Refused, match="being updated") as refusal:
+            gate.refuse_generation()
+        assert refusal.value.status_code == 503
+        await gate.close_session(session)
+        gate.refuse_generation()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("value", "wait"), [("true", True), ("1", True), ("False", False), ("0", False)])
+def test_wait_is_a_boolean(value, wait):
+    assert wants_wait({"wait": value}) is wait
+    assert wants_wait({}) is False
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2", "null"])
+def test_any_other_wait_is_refused(value):
+    with pytest.raises(Refused, match="wait: must be true or false") as refusal:
+        wants_wait({"wait": value})
+    assert refusal.value.status_code == 400

@@ -15,6 +15,7 @@ from s3r_sglang.rl_integration.openrlhf.server import ServerProcess
 
 # A share of a GPU, as OpenRLHF gives its own engine beside a colocated trainer.
 COLOCATED_SHARE = 0.2
+GRAPHS_SHARE = 0.1
 
 
 class EngineActor(RolloutEngine):
@@ -128,7 +129,9 @@ class Run:
         # An idle scheduler would spin on a core that the trainer needs.
         words += ["--sleep-on-idle", "--weight-version", "initial"]
         if has_gpu():
-            words += ["--mem-fraction-static", str(args.vllm.gpu_memory_utilization)]
+            # vLLM's share is of everything, SGLang's of weights and KV: activations and CUDA graphs come on top.
+            share = max(0.1, args.vllm.gpu_memory_utilization - GRAPHS_SHARE)
+            words += ["--mem-fraction-static", f"{share:.3f}"]
             if args.vllm.enforce_eager:
                 words += [
                     "--cuda-graph-backend-decode",

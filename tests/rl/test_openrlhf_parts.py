@@ -344,7 +344,7 @@ def test_an_incomplete_or_foreign_group_stops_the_run(monkeypatch, params, answe
 
 def test_a_group_that_sees_the_loss_late_is_sampled_again_too(monkeypatch, tmp_path):
     """By then another group has had the server restarted."""
-    monkeypatch.setattr("s3r_sglang.rl_integration.openrlhf.server.DEATH_SECONDS", 5.0)
+    monkeypatch.setattr("s3r_sglang.rl_integration.openrlhf.server.DEATH_SECONDS", 0.6)
     server = ServerProcess("", "exact", "cpu", [], "", None, 0, "", tmp_path / "log", 1.0, lives=1)
     server._process = subprocess.Popen(["sleep", "60"])
 

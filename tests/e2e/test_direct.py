@@ -9,9 +9,12 @@ SAMPLING = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
 SAMPLES = 3000
 
 
-@pytest.fixture
-def starved(current_engine, tiny_llama, gate):
-    return current_engine(tiny_llama[0], s3r_mode="direct", **gate.STARVED)
+@pytest.fixture(scope="module")
+def starved(engine, tiny_llama, gate):
+    """Draft steps read 3 positions and the ones since; two drafts a round, so that 4 tokens take two rounds."""
+    args = gate.STARVED | {"s3r_mode": "direct", "speculative_num_steps": 2}
+    with engine(tiny_llama[0], **args) as running:
+        yield running
 
 
 def respond(engine, gate, count=SAMPLES, prompt=None, **sampling):
@@ -51,15 +54,32 @@ def test_a_starved_budget_gives_the_sparse_law_and_not_the_dense_one(starved, ti
 
 
 def test_responses_are_marked_and_report_no_acceptance(starved, gate):
-    for tokens, rounds in ((1, 0), (4, 1), (7, 2)):
+    for tokens, rounds in ((1, 0), (4, 2), (7, 3)):
         meta = respond_at_length(starved, gate, tokens)["meta_info"]
         assert meta["s3r_faithful"] is False
         assert meta["s3r_rounds"] == rounds
-        assert "s3r_accept_length" not in meta
+        assert not [name for name in meta if "accept" in name or name.startswith("spec_")]
         assert len(meta["output_token_logprobs"]) == tokens
     state = starved.get_server_info()["internal_states"][0]["s3r"]
     assert state["config"]["mode"] == "direct"
     assert "accept_length" not in state
+
+
+def test_a_group_of_the_rollout_service_is_marked(starved, gate):
+    from s3r_sglang.server.groups import Plan, sample
+    from s3r_sglang.server.protocol import Prompt
+
+    prompt = Prompt(id="a", token_ids=gate.PROMPT, metadata={"answer": 1})
+    sampling = {**SAMPLING, "max_new_tokens": 9, "n": 3, "sampling_seed": 5}
+    plan = Plan(0, prompt, gate.PROMPT, 3, sampling)
+    group = starved.loop.run_until_complete(sample(starved.tokenizer_manager, plan, "r1", 0, draft_length=2))
+    assert group.faithful is False
+    assert (group.accept_length, group.acceptance_by_position) == (None, [0.0] * 2)
+    assert (group.prompt_token_ids, group.metadata) == (gate.PROMPT, {"answer": 1})
+    # One token from the prefill, then two a round.
+    assert [response.rounds for response in group.responses] == [4] * 3
+    assert {response.accept_length for response in group.responses} == {None}
+    assert [len(response.logprobs) for response in group.responses] == [9] * 3
 
 
 def respond_at_length(engine, gate, tokens):
@@ -84,10 +104,11 @@ def test_a_seed_reproduces(starved, gate):
     assert set(second) == set(first)
 
 
-def test_a_budget_that_covers_everything_gives_the_dense_law(current_engine, tiny_llama, gate):
-    whole = current_engine(tiny_llama[0], **gate.STARVED | {"s3r_mode": "direct", "s3r_min_budget": 64})
-    responses, outputs = respond(whole, gate)
-    dense = gate.enumerated_law(tiny_llama[1], gate.PROMPT)
+def test_a_budget_that_covers_everything_gives_the_dense_law(starved, tiny_llama, gate):
+    """After two prompt tokens, the second and last round starts from three positions: all of them are read."""
+    prompt = gate.PROMPT[:2]
+    responses, outputs = respond(starved, gate, prompt=prompt)
+    dense = gate.enumerated_law(tiny_llama[1], prompt)
     assert gate.p_value(responses, dense) > 1e-4
     sparse = reported_law(responses, outputs, len(dense))
     seen = sparse > 0

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from s3r_sglang import cpu, launch, prompts, report
+from s3r_sglang.commands.serve import make_children_deaf_to_interrupts
 from s3r_sglang.config import ConfigError
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary, kv_stats, run
 
@@ -32,7 +33,8 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     """Run the command; raises one of `FAULTS` with a message for the user."""
     if request.out.exists() and not request.force:
         raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
-    if request.compare and not launch.configuration(engine_argv).faithful:
+    faithful = launch.configuration(engine_argv).faithful
+    if request.compare and not faithful:
         raise ConfigError(
             "--compare shows two engines that sample from one law, and responses of --s3r-mode direct have "
             "another: drop one of the two"
@@ -42,6 +44,7 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     )
     argv = ["--model-path", str(request.model), "--log-level", "error", *engine_argv]
     request.out.parent.mkdir(parents=True, exist_ok=True)
+    make_children_deaf_to_interrupts()
 
     examples: dict[str | int, Response] = {}
     summary, draft_length = _run(
@@ -53,13 +56,14 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
         console,
         lambda row: examples.setdefault(row.prompt_id, row),
     )
-    columns = {"S3R": summary}
+    columns = {"S3R" if faithful else "sparse policy, unverified": summary}
     if request.compare:
         dense_out = request.out.with_suffix(f".autoregressive{request.out.suffix}")
         columns["autoregressive"], _ = _run("autoregressive", argv, False, job, dense_out, console)
     out = Console()
     out.print(report.summary_table(columns, draft_length))
-    out.print(report.acceptance_table(summary.acceptance(draft_length)))
+    if faithful:
+        out.print(report.acceptance_table(summary.acceptance(draft_length)))
     for replica, stats in enumerate(summary.kv):
         out.print(f"KV of replica {replica}: {stats.line()}", highlight=False)
     for response in examples.values():

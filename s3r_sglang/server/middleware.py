@@ -50,6 +50,24 @@ class GateMiddleware:
         await app(scope, receive, send)
 
 
+class UnfaithfulMiddleware:
+    """Marks every answer of `GENERATING` in mode direct; OpenAI's formats have no place for `meta_info`. ASGI."""
+
+    HEADER = (b"x-s3r-faithful", b"false")
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def marked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], self.HEADER]}
+            await send(message)
+
+        generating = scope["type"] == "http" and scope["path"] in GENERATING
+        await self.app(scope, receive, marked if generating else send)
+
+
 class StreamErrorMiddleware:
     """Gives a stream that begins with an error the error's own status; ASGI.
 

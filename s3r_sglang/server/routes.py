@@ -17,7 +17,13 @@ from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
 from s3r_sglang.server.gate import Gate, Refused, gate_of, wants_wait
 from s3r_sglang.server.jobs import Job
-from s3r_sglang.server.middleware import GateMiddleware, PageMiddleware, StreamErrorMiddleware, error
+from s3r_sglang.server.middleware import (
+    GateMiddleware,
+    PageMiddleware,
+    StreamErrorMiddleware,
+    UnfaithfulMiddleware,
+    error,
+)
 from s3r_sglang.server.openapi import WAIT, refusals, request_body
 from s3r_sglang.server.protocol import (
     MAX_BODY_BYTES,
@@ -53,6 +59,7 @@ class Service:
         self.stats = Stats()
         self.speculative = is_self_sparse(manager.server_args.speculative_algorithm)
         self.draft_length = config_of(manager.server_args).draft_length if self.speculative else 0
+        self.faithful = not self.speculative or config_of(manager.server_args).faithful
         context = manager.model_config.context_len
         self.limits = groups.Limits(
             context=context,
@@ -224,6 +231,8 @@ def mount(app: FastAPI, state: Any) -> None:
     app.user_middleware.insert(0, Middleware(PageMiddleware))
     # The last are innermost: behind the authentication.
     app.user_middleware += [Middleware(StreamErrorMiddleware), Middleware(GateMiddleware, gate=service.gate)]
+    if not service.faithful:
+        app.user_middleware.append(Middleware(UnfaithfulMiddleware))
 
 
 async def _body(request: Request) -> bytes:

@@ -6,7 +6,12 @@ import json
 import pytest
 
 from s3r_sglang.server.gate import Gate
-from s3r_sglang.server.middleware import GateMiddleware, PageMiddleware, StreamErrorMiddleware
+from s3r_sglang.server.middleware import (
+    GateMiddleware,
+    PageMiddleware,
+    StreamErrorMiddleware,
+    UnfaithfulMiddleware,
+)
 
 START = {
     "type": "http.response.start",
@@ -98,3 +103,15 @@ def test_the_page_is_one_file_that_loads_nothing_else():
     assert dict(answer(middleware, "/s3r")[2][0]["headers"])[b"location"] == b"s3r/"
     assert answer(middleware, "/s3r/", "POST")[1] == b"reached"
     assert answer(middleware, "/s3r/stats")[1] == b"reached"
+
+
+@pytest.mark.parametrize(
+    ("path", "marked"), [("/v1/chat/completions", True), ("/generate", True), ("/health", False)]
+)
+def test_answers_of_mode_direct_are_marked(path, marked):
+    app = UnfaithfulMiddleware(replay(START, body(b"data: {}\n\n"), body(b"", more=False)))
+    _, text, sent = answer(app, path)
+    assert text == b"data: {}\n\n"
+    assert ((b"x-s3r-faithful", b"false") in sent[0]["headers"]) == marked
+    assert len(sent[0]["headers"]) == 1 + marked
+    assert len(START["headers"]) == 1, "the message of the application is left alone"

@@ -16,6 +16,7 @@ from s3r_sglang.rl_integration.openrlhf.server import ServerProcess
 # A share of a GPU, as OpenRLHF gives its own engine beside a colocated trainer.
 COLOCATED_SHARE = 0.2
 GRAPHS_SHARE = 0.1
+SPARE_POSITIONS = 16
 
 
 class EngineActor(RolloutEngine):
@@ -125,7 +126,7 @@ class Run:
         words = ["--model-path", args.actor.model_name_or_path]
         words += ["--tensor-parallel-size", str(args.vllm.tensor_parallel_size)]
         words += ["--dtype", {"bf16": "bfloat16", "fp16": "float16"}[args.ds.param_dtype]]
-        words += ["--context-length", str(args.data.max_len), "--trust-remote-code"]
+        words += ["--context-length", str(_context(args)), "--trust-remote-code"]
         # An idle scheduler would spin on a core that the trainer needs.
         words += ["--sleep-on-idle", "--weight-version", "initial"]
         if has_gpu():
@@ -158,6 +159,18 @@ class Run:
             log=folder / f"server-{index}.log",
             start_timeout=options.start_timeout,
         )
+
+
+def _context(args: Any) -> int:
+    """Positions of a server: `--data.max_len`, and some more if the model has them.
+
+    SGLang takes prompts of at most six tokens less than its context; an agent's last turn may come closer.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", 0)
+    return max(args.data.max_len, min(args.data.max_len + SPARE_POSITIONS, positions))
 
 
 def _bundles(num_engines: int, gpus: int) -> Any:

@@ -53,10 +53,10 @@ def fail(message: str) -> typer.Exit:
 def refuse_misspelt(ctx: typer.Context) -> None:
     """Refuse arguments for SGLang that are almost an option of this command, before anything starts."""
     options = [name for parameter in ctx.command.params for name in parameter.opts]
-    for word in ctx.args:
+    for flag in (word.partition("=")[0] for word in ctx.args if word.startswith("--")):
         # SGLang has no flag that is so similar to one of ours.
-        if near := nearest(word.partition("=")[0], options, similar=0.85):
-            raise fail(f"unknown flag {word!r}; did you mean {near!r}?")
+        if near := nearest(flag, options, similar=0.85):
+            raise fail(f"unknown flag {flag!r}; did you mean {near!r}?")
 
 
 @model_app.command("fetch")
@@ -101,12 +101,11 @@ class ServeCommand(TyperCommand):
         Console().print(table)
 
 
-@app.command(cls=ServeCommand, context_settings=PASS_THROUGH)
+@app.command(cls=ServeCommand, options_metavar="MODEL [FLAGS]", context_settings=PASS_THROUGH)
 def serve(ctx: typer.Context) -> None:
     """Start SGLang's server with self-sparse speculation and defaults for this device.
 
-    Needs --model-path MODEL. All arguments go to SGLang, and what you give wins over the defaults;
-    `sglang serve --help` lists its other flags. Ctrl-C ends it.
+    All arguments go to SGLang, and what you give wins; `sglang serve --help` lists its other flags.
     """
     from s3r_sglang import launch
 

@@ -20,6 +20,9 @@ def arguments(argv: Sequence[str], on_gpu: bool, speculative: bool = True) -> li
     On a GPU SGLang chooses the attention backend itself (fa3 on Hopper). With `speculative` false, what the
     user set for speculation is dropped, which gives the autoregressive engine that is otherwise the same.
     """
+    if argv and not argv[0].startswith("-"):
+        # As in `sglang serve MODEL`.
+        argv = ["--model-path", *argv]
     argv = list(argv) if speculative else _without_speculation(argv)
     defaults: dict[str, object] = {"speculative_algorithm": "self-sparse"} if speculative else {}
     if not on_gpu:

@@ -40,6 +40,11 @@ def test_the_device_decides_the_defaults():
     assert launch.arguments(["--model-path", "m"], on_gpu=True) == on_cpu[:4]
 
 
+def test_the_model_may_come_first_without_its_flag():
+    assert launch.arguments(["m", "--tp", "2"], on_gpu=True)[:4] == ["--model-path", "m", "--tp", "2"]
+    assert launch.arguments([], on_gpu=True) == ["--speculative-algorithm", "self-sparse"]
+
+
 @pytest.mark.parametrize("given", [["--speculative-algorithm", "NGRAM"], ["--speculative-algorithm=NGRAM"]])
 def test_what_the_user_says_wins(given):
     assert launch.arguments(given, on_gpu=True) == given
@@ -72,6 +77,8 @@ def test_a_misspelt_option_is_not_passed_on(tmp_path):
     result = invoke("rollout", *words, "--temprature", 1)
     assert result.exit_code == 1
     assert result.output == "error: unknown flag '--temprature'; did you mean '--temperature'?\n"
+    result = invoke("rollout", *words, "--quantization", "temperatur")
+    assert "temperatur" not in result.output
 
 
 @pytest.mark.slow

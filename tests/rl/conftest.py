@@ -47,5 +47,5 @@ def server(start):
 
 @pytest.fixture(scope="session")
 def locked(start):
-    """A server with two API keys. The last test of its last module kills it."""
+    """A server with two API keys."""
     return start("--api-key", "user-key", "--admin-api-key", "admin-key").wait(key="user-key")

@@ -83,7 +83,7 @@ class S3RConfig(BaseModel):
         None,
         ge=0,
         description="Host memory for the KV of paused requests, in GB per process; unset: as much as the KV pool "
-        "holds, and a quarter of what is free at most.",
+        "holds, but at most 32 and at most a quarter of what is free.",
     )
     # A restored request is the smallest again, and paused again once the headroom is used up. Simulated at paper
     # scale (responses of up to 4K and 16K tokens, demand for 1.25 and 1.5 pools), 3% moved a fifth to a third of

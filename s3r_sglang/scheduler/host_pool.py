@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 # Tokens per block. Gathering takes 2 launches per layer and block, 0.2 ms of host time for 28 layers, which the
 # copy of a block (0.5 ms) hides; smaller blocks would be bound by launches.
 BLOCK_TOKENS = 256
-# Unless the size is configured: at most this share of the host memory that is free at start-up.
+# Unless the size is configured: at most this share of the host memory that is free at start-up, and at most so many
+# bytes, since pinning takes about a quarter of a second per GB.
 FREE_MEMORY_SHARE = 0.25
+MAX_BYTES = 32_000_000_000
 
 
 class HostPool:
@@ -141,7 +143,8 @@ def choose_num_blocks(host_gb: float | None, pages: int, slots: int, bytes_per_b
     """
     free = free_memory()
     if host_gb is None:
-        return min(pages // BLOCK_TOKENS + slots, int(free * FREE_MEMORY_SHARE / ranks) // bytes_per_block)
+        most = min(MAX_BYTES, int(free * FREE_MEMORY_SHARE / ranks))
+        return min(pages // BLOCK_TOKENS + slots, most // bytes_per_block)
     if host_gb * 1e9 * ranks > free:
         raise ConfigError(
             f"--s3r-kv-host-gb {host_gb} for each of {ranks} processes exceeds the {free / 1e9:.1f} GB of host "

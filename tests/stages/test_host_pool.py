@@ -88,14 +88,22 @@ def test_block_bytes(buffers):
         (None, 10**9, 1, 2_500),  # a quarter of 10 GB that are free, in blocks of 1 MB
         (None, 10**9, 4, 625),
         (3.0, 256, 1, 3_000),
+        (40.0, 256, 1, 40_000),
         (0.0, 25_600, 1, 0),
     ],
 )
 def test_size_of_the_pool(monkeypatch, host_gb, pages, ranks, blocks):
     from s3r_sglang.scheduler import host_pool
 
-    monkeypatch.setattr(host_pool, "free_memory", lambda: 10_000_000_000)
+    monkeypatch.setattr(host_pool, "free_memory", lambda: 50_000_000_000 if host_gb else 10_000_000_000)
     assert host_pool.choose_num_blocks(host_gb, pages, 16, 1_000_000, ranks) == blocks
+
+
+def test_unless_configured_no_more_than_32_gb_are_pinned(monkeypatch):
+    from s3r_sglang.scheduler import host_pool
+
+    monkeypatch.setattr(host_pool, "free_memory", lambda: 2_000_000_000_000)
+    assert host_pool.choose_num_blocks(None, 10**9, 16, 1_000_000, 1) == 32_000
 
 
 def test_more_than_is_free_is_refused(monkeypatch):

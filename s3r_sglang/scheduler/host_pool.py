@@ -19,11 +19,12 @@ from s3r_sglang.sglang_symbols import ALLOC_MEMORY_FUNCS, HostTensorAllocator, c
 
 logger = logging.getLogger(__name__)
 
-# Tokens per block. Gathering takes 2 launches per layer and block, 0.2 ms of host time for 28 layers, which the
-# copy of a block (0.5 ms) hides; smaller blocks would be bound by launches.
+# Tokens per block. Gathering takes 2 launches per layer and block: for 28 layers some 0.2 ms of host time, which the
+# copy of a block (0.5 ms at 55 GB/s) hides; smaller blocks would be bound by launches. Estimates:
+# `s3r_sglang/bench/host_link.py` measures.
 BLOCK_TOKENS = 256
-# Unless the size is configured: at most this share of the host memory that is free at start-up, and at most so many
-# bytes, since pinning takes about a quarter of a second per GB.
+# Unless the size is configured: at most this share of the host memory that is free at start-up, and at most so
+# many bytes, since a server with much memory would spend its start-up on pinning.
 FREE_MEMORY_SHARE = 0.25
 MAX_BYTES = 32_000_000_000
 

@@ -19,8 +19,8 @@ from s3r_sglang.sglang_symbols import ALLOC_MEMORY_FUNCS, HostTensorAllocator, c
 
 logger = logging.getLogger(__name__)
 
-# Tokens per block. Gathering takes 2 launches per layer and block: for 28 layers some 0.2 ms of host time, which the
-# copy of a block (0.5 ms at 55 GB/s) hides; smaller blocks would be bound by launches. Estimates:
+# Tokens per block. Gathering takes 2 launches per layer and block: for 28 layers some 0.2 ms of host time, which
+# the copy of a block (0.5 ms at 55 GB/s) hides; smaller blocks would be bound by launches. Estimates:
 # `s3r_sglang/bench/host_link.py` measures.
 BLOCK_TOKENS = 256
 # Unless the size is configured: at most this share of the host memory that is free at start-up, and at most so

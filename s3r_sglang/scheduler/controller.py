@@ -65,6 +65,7 @@ class KVController:
         self._admission_closed = False
         self._decode_batches = 0
         self._next_metrics = 0.0
+        self._idle = False
         reports = scheduler.ps.tp_rank == 0
         self._log_interval = scheduler.server_args.decode_log_interval if reports and self.offloads else 0
         self._metrics = KVMetrics(scheduler.ps.dp_rank or 0, enabled=reports)
@@ -227,14 +228,18 @@ class KVController:
             blocks = self._agreed(wanted)
         return HostPool(pool.k_buffer, pool.v_buffer, blocks)
 
-    def _admit_by_what_fits(self, *batches: ScheduleBatch | None) -> None:
+    def _admit_by_what_fits(self, running: ScheduleBatch, last: ScheduleBatch | None) -> None:
         """Have SGLang's admission keep the headroom free, for one more request than there are.
 
         By default it sets a share of up to 4,096 tokens per request aside, which it adapts to keep retractions
         rare: the pool would never be under pressure, and slots would idle.
         """
-        active = len({req for batch in batches if batch is not None for req in batch.reqs})
-        schedule_policy.CLIP_MAX_NEW_TOKENS = self.core.room_to_grow(active + 1)
+        active = len({*running.reqs, *(last.reqs if last is not None else ())})
+        room = self.core.room_to_grow(active + 1)
+        if room < schedule_policy.CLIP_MAX_NEW_TOKENS:
+            # Found full when more was set aside for each: SGLang would not look again until a request ends.
+            running.batch_is_full = False
+        schedule_policy.CLIP_MAX_NEW_TOKENS = room
         self.scheduler.new_token_ratio_tracker.current = 1.0
 
     def _observe(self, batch: ScheduleBatch | None, running: ScheduleBatch) -> None:
@@ -244,8 +249,9 @@ class KVController:
             self._decode_batches += 1
             if self._log_interval and self._decode_batches % self._log_interval == 0:
                 logger.info("S3R KV: %s", self._stats(running).line())
-        # The state in which the replica falls idle is shown whenever it came.
-        if self._metrics.enabled and (batch is None or time.perf_counter() >= self._next_metrics):
+        # The state in which the replica falls idle is shown at once: it may sleep then.
+        falls_idle, self._idle = batch is None and not self._idle, batch is None
+        if self._metrics.enabled and (falls_idle or time.perf_counter() >= self._next_metrics):
             self._metrics.show(asdict(self._stats(running)))
             self._next_metrics = time.perf_counter() + METRICS_SECONDS
 

@@ -62,7 +62,7 @@ class HostPool:
         shape = (num_blocks, len(self._layers) * block_tokens * self._row)
         self._pinned = sample.is_cuda and num_blocks > 0
         self._host = _allocate(shape, sample.dtype, self._pinned)
-        self._staging = torch.empty(shape[1], dtype=sample.dtype, device=sample.device)
+        self._staging = torch.empty(shape[1] if num_blocks else 0, dtype=sample.dtype, device=sample.device)
 
     @property
     def used(self) -> int:

@@ -53,40 +53,28 @@ def setup(argv: Sequence[str]) -> None:
     torch = f"torch=={metadata.version('torch').split('+')[0]}"
     source, editable = _our_source()
     ours = ["--no-deps", *(["--editable"] if editable else []), source]
-    if uv := shutil.which("uv"):
-        if not python.exists():
-            _run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder))
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
-            overrides.write(f"{WITHOUT}; sys_platform == 'never'\n{torch}\n")
-            overrides.flush()
-            install = [uv, "pip", "install", "--quiet", "--python", str(python)]
-            _run(*install, "--overrides", overrides.name, torch, *PACKAGES)
-            _run(*install, *ours)
-    else:
-        _setup_with_pip(folder, torch, ours)
+    uv = _uv(folder)
+    if not python.exists():
+        _run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder))
+    install = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        overrides.write(f"{WITHOUT}; sys_platform == 'never'\n{torch}\n")
+        overrides.flush()
+        _run(*install, "--overrides", overrides.name, torch, *PACKAGES)
+    _run(*install, *ours)
     (folder / RECORD).write_text(json.dumps({"engine_python": sys.executable}) + "\n")
     print(folder)
 
 
-def _setup_with_pip(folder: Path, torch: str, ours: list[str]) -> None:
-    """pip cannot leave a requirement out, so OpenRLHF's are read from its metadata."""
-    if not python_of(folder).exists():
-        _run(sys.executable, "-m", "venv", str(folder))
-    install = [str(python_of(folder)), "-m", "pip", "install", "--quiet"]
-    _run(*install, torch, "setuptools", "wheel", "ninja")
-    _run(*install, "--no-deps", OPENRLHF)
-    script = (
-        "from importlib.metadata import requires; from packaging.requirements import Requirement\n"
-        "for text in requires('openrlhf'):\n"
-        "    r = Requirement(text)\n"
-        f"    if r.name != '{WITHOUT}' and (not r.marker or r.marker.evaluate({{'extra': ''}})): print(r)"
-    )
-    _run(*install, "packaging")
-    listed = subprocess.run(
-        [str(python_of(folder)), "-c", script], capture_output=True, text=True, check=True
-    ).stdout
-    _run(*install, "--no-build-isolation", torch, *listed.splitlines(), *PACKAGES[1:])
-    _run(*install, *ours)
+def _uv(folder: Path) -> str:
+    """uv, which can leave a requirement out and pip cannot; beside `folder` if it is not installed."""
+    if found := shutil.which("uv"):
+        return found
+    own = folder.with_name(folder.name + "-uv")
+    if not (own / "bin" / "uv").exists():
+        _run(sys.executable, "-m", "venv", str(own))
+        _run(str(python_of(own)), "-m", "pip", "install", "--quiet", "uv")
+    return str(own / "bin" / "uv")
 
 
 def _our_source() -> tuple[str, bool]:

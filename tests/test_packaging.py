@@ -61,6 +61,7 @@ def test_sglang_and_the_shell_find_us():
     }
     assert points == {
         ("console_scripts", "s3r"): "s3r_sglang.cli:main",
+        ("console_scripts", "s3r-openrlhf"): "s3r_sglang.rl_integration.openrlhf.cli:main",
         ("sglang.srt.plugins", "s3r"): "s3r_sglang.plugin:register",
     }
 

@@ -40,7 +40,7 @@ def fuzz(server, folder, paths, seconds):
 
 
 def test_fuzzing_the_routes_finds_nothing(server, tmp_path):
-    done = fuzz(server, tmp_path, "^/s3r/(rollout|stats|ready|weights)$", seconds=30)
+    done = fuzz(server, tmp_path, "^/s3r/(rollout|stats|ready|weights)$", seconds=20)
     assert done.returncode == 0, done.stdout[-8000:]
     assert "4 selected" in done.stdout, done.stdout[-2000:]
     assert len(groups(server)) == 1
@@ -48,7 +48,7 @@ def test_fuzzing_the_routes_finds_nothing(server, tmp_path):
 
 def test_fuzzing_an_update_session_finds_nothing(server, model, tmp_path):
     """By itself: an open session holds rollouts back until it is committed, which random keys do not."""
-    done = fuzz(server, tmp_path, "^/s3r/weights/", seconds=10)
+    done = fuzz(server, tmp_path, "^/s3r/weights/", seconds=8)
     WeightSender(server.url).send_path(model[0], "first")
     assert done.returncode == 0, done.stdout[-8000:]
     assert httpx.get(f"{server.url}/s3r/ready", timeout=60).status_code == 200

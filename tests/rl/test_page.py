@@ -55,7 +55,7 @@ def number(page, selector):
 def test_the_page_shows_what_the_stats_say(server, page):
     page.goto(f"{server.url}/s3r/")
     wait_for(page, "#status", "ready")
-    prompts = [{**prompt(n), "max_new_tokens": 60 if n else 400} for n in range(8)]
+    prompts = [{**prompt(n), "max_new_tokens": 40 if n else 150} for n in range(8)]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(groups, server, prompts=prompts, group_size=4)
         for selector in ("#groups", "#speed"):

@@ -29,7 +29,8 @@ def serve_command(model, port, *flags):
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     random_llama(max_position_embeddings=512, eos_token_id=1).save_pretrained(folder)
-    write_word_tokenizer(folder)
+    chat_template = "{% for message in messages %}t2 {{ message.content }} {% endfor %}t3"
+    write_word_tokenizer(folder, chat_template=chat_template)
     flags = "--speculative-algorithm self-sparse --s3r-min-budget 8 --s3r-recent-window 4 --enable-metrics"
     port = free_port()
     with server_process(serve_command(folder, port, *flags.split()), port, folder / "log") as (_, address):

@@ -76,7 +76,7 @@ def test_openrlhf_and_s3r_take_the_command(name, monkeypatch):
 @pytest.mark.parametrize(("name", "response"), [("qwen3-1.7b", 16384), ("qwen3-8b", 24576)])
 def test_the_main_experiments_are_the_papers(name, response):
     """Appendix C.2."""
-    _, args = parsed(name)
+    ours, args = parsed(name)
     assert (args.rollout.batch_size, args.rollout.n_samples_per_prompt) == (256, 8)
     assert (args.rollout.temperature, args.rollout.top_p, args.rollout.max_new_tokens) == (1.0, 1.0, response)
     assert args.train.batch_size == 32 * 8
@@ -90,6 +90,7 @@ def test_the_main_experiments_are_the_papers(name, response):
     assert args.actor.num_nodes * args.actor.num_gpus_per_node == 8
     assert args.eval.n_samples_per_prompt == 16
     assert args.data.max_len > args.rollout.max_new_tokens
+    assert "--s3r-kv-policy aimd" in " ".join(ours.server_args)
 
 
 def test_the_ablation_corrects_what_it_samples_sparsely():

@@ -13,7 +13,8 @@ from s3r_sglang.rl_integration.openrlhf import compat, environment, options, run
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 # Ray places actors by these; without a GPU they stand for nothing, and two cores must hold all actors of a run.
-FAKE_RESOURCES = {"num_cpus": 64, "num_gpus": 64}
+# The dashboard is six processes of 110 MB.
+WITHOUT_GPU = {"num_cpus": 64, "num_gpus": 64, "include_dashboard": False}
 # OpenRLHF's own for its workers, which it only sets if it starts Ray itself.
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -56,7 +57,7 @@ def _start_ray() -> None:
     alone = not runtime.has_gpu() and "RAY_ADDRESS" not in os.environ
     ray.init(
         runtime_env={"env_vars": environ, "worker_process_setup_hook": hook},
-        **(FAKE_RESOURCES if alone else {}),
+        **(WITHOUT_GPU if alone else {}),
     )
 
 

@@ -125,7 +125,8 @@ def _list_probs(
 def _zeros(PIVOTS: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(PIVOTS):
-        zeros = zeros + (tl.zeros([BLOCK], dtype),)  # noqa: RUF005 Triton does not unpack
+        # Triton does not unpack tuples.
+        zeros = zeros + (tl.zeros([BLOCK], dtype),)  # type: ignore[assignment]  # noqa: RUF005
     return zeros
 
 
@@ -146,8 +147,9 @@ def _count_above(
         new_numbers, new_masses = (), ()
         for j in tl.static_range(PIVOTS):
             above = _key(prob) > tl.minimum(low + j * step, high)
-            new_numbers = new_numbers + (numbers[j] + above.to(tl.int32),)  # noqa: RUF005
-            new_masses = new_masses + (masses[j] + tl.where(above, prob, 0.0),)  # noqa: RUF005
+            new_numbers = new_numbers + (numbers[j] + above.to(tl.int32),)  # type: ignore[assignment]  # noqa: RUF005
+            mass = masses[j] + tl.where(above, prob, 0.0)
+            new_masses = new_masses + (mass,)  # type: ignore[assignment]  # noqa: RUF005
         numbers, masses = new_numbers, new_masses
     return numbers, masses
 

@@ -45,7 +45,9 @@ def server(start):
     return start("--enable-metrics", env={"S3R_MAX_GROUPS": "64", "S3R_MAX_BODY_BYTES": "1000000"}).wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def locked(start):
-    """A server with two API keys."""
-    return start("--api-key", "user-key", "--admin-api-key", "admin-key").wait(key="user-key")
+    """A server with two API keys; ended with its module, because a server takes 3 GB."""
+    server = start("--api-key", "user-key", "--admin-api-key", "admin-key").wait(key="user-key")
+    yield server
+    server.kill()

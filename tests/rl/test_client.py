@@ -84,3 +84,4 @@ def test_a_replica_killed_in_the_middle_costs_no_group_and_comes_back(server, st
     assert len(lone.rollout([prompt(0)], 2, SAMPLING).groups) == 1
     assert time.monotonic() - began > 1
     assert lone.stats()[0]["totals"]["groups"] == 1
+    restarted.kill()

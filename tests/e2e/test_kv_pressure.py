@@ -1,0 +1,245 @@
+"""Requests that do not fit into the KV pool together, through SGLang's engine, under each policy.
+
+A pause must not show in a response: with a seed, each is the one that ample memory gives, token for token.
+"""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 64
+ARGS = {
+    "speculative_algorithm": "SELF_SPARSE",
+    "s3r_min_budget": 48,
+    "s3r_recent_window": 4,
+    "s3r_budget_ratio": 0.5,
+    "s3r_prompt_queries": 4,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_running_requests": 24,
+}
+generator = torch.Generator().manual_seed(0)
+STEM = torch.randint(VOCAB, (24,), generator=generator).tolist()
+LENGTHS = torch.randint(20, 100, (64,), generator=generator).tolist()
+# Half of the prompts begin alike, so that their prefixes are shared in the radix cache.
+PROMPTS = [
+    (STEM[:16] if i % 2 else []) + torch.randint(VOCAB, (int(n),), generator=generator).tolist()
+    for i, n in enumerate(torch.randint(4, 24, (64,), generator=generator))
+]
+AMPLE = {**ARGS, "max_total_tokens": 20_000, "s3r_kv_policy": "aimd"}
+# 24 requests of about 74 tokens and 14 reserved pages each: room for a quarter.
+TIGHT = {**ARGS, "max_total_tokens": 500, "s3r_kv_headroom": 0}
+OVERLAP = {"disable_overlap_schedule": False}
+OFFLOAD = {**TIGHT, **OVERLAP, "s3r_kv_policy": "offload"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, write_llama, probed_environment):
+    """A model folder; engines of this module account for every page after every iteration, and end on a leak."""
+    path = tmp_path_factory.mktemp("pressure")
+    write_llama(path, VOCAB, max_position_embeddings=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        for occasion in ("BUSY", "IDLE"):
+            patch.setenv(f"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_{occasion}", "1")
+        yield path
+
+
+def sampling(temperature: float) -> list[dict]:
+    return [
+        {"temperature": temperature, "max_new_tokens": n, "ignore_eos": True, "sampling_seed": i}
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def respond(engine, temperature: float) -> list[list[int]]:
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=sampling(temperature))
+    assert [output["meta_info"]["finish_reason"]["type"] for output in outputs] == ["length"] * len(PROMPTS)
+    return [output["output_ids"] for output in outputs]
+
+
+def kv_stats(engine) -> dict:
+    return engine.get_server_info()["internal_states"][0]["s3r"]["kv"]
+
+
+@pytest.fixture(scope="module")
+def ample(current_engine, folder):
+    """Responses at temperatures 0 and 1 if all fits."""
+    engine = current_engine(folder, **AMPLE)
+    responses = {temperature: respond(engine, temperature) for temperature in (0.0, 1.0)}
+    stats = kv_stats(engine)
+    assert (stats["policy"], stats["pauses"], stats["host_pages_peak"]) == ("aimd", 0, 0)
+    return responses
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {**TIGHT, "s3r_kv_policy": "recompute", "schedule_conservativeness": 0.01},
+        {**TIGHT, "s3r_kv_policy": "aimd", "disable_radix_cache": True},
+        # No host memory: whoever is to be paused is recomputed.
+        {**OFFLOAD, "s3r_kv_host_gb": 0.0},
+        OFFLOAD,
+    ],
+    ids=["recompute", "aimd-no-radix", "offload-overlap-no-host", "offload-overlap"],
+)
+def test_responses_equal_those_of_ample_memory(ample, current_engine, folder, flush, arguments):
+    engine = current_engine(folder, **arguments)
+    assert respond(engine, 0.0) == ample[0.0]
+    recomputes = "s3r_kv_host_gb" in arguments or arguments["s3r_kv_policy"] == "recompute"
+    if not recomputes:
+        # What is recomputed goes on with other noise; what is paused, with its own.
+        assert respond(engine, 1.0) == ample[1.0]
+    flush(engine)
+    stats = kv_stats(engine)
+    assert stats["limit"] <= 24
+    assert (stats["active"], stats["paused"], stats["waiting"], stats["host_pages_used"]) == (0, 0, 0, 0)
+    assert (stats["recomputed"] > 0) == recomputes
+    if recomputes:
+        assert stats["pauses"] == stats["host_pages_capacity"] == 0
+    else:
+        assert stats["pauses"] == stats["restores"] > 3
+        assert stats["pages_in"] == stats["pages_out"] > 0
+        assert stats["host_pages_peak"] > 0
+
+
+@asynccontextmanager
+async def some_paused(engine, temperature: float):
+    """Tasks of all responses, `r-0` … `r-63`, at a moment when two or more are paused."""
+    tasks = [
+        asyncio.create_task(engine.async_generate(input_ids=prompt, sampling_params=params, rid=f"r-{i}"))
+        for i, (prompt, params) in enumerate(zip(PROMPTS, sampling(temperature), strict=True))
+    ]
+    while (await state(engine))["paused"] < 2:
+        assert not all(task.done() for task in tasks), "nothing was ever paused"
+        await asyncio.sleep(0.01)
+    yield tasks
+
+
+async def state(engine) -> dict:
+    return (await engine.tokenizer_manager.get_internal_state())[0]["s3r"]["kv"]
+
+
+def begins_alike(aborted: list[int], expected: list[int]) -> bool:
+    """An abort that comes with the last block of a response ends it behind that block, past the length limit."""
+    length = min(len(aborted), len(expected))
+    return aborted[:length] == expected[:length] and len(aborted) < len(expected) + 7
+
+
+def test_aborts_while_requests_are_paused(ample, current_engine, folder, flush):
+    """All odd requests are aborted, running, paused and waiting ones; each is answered once."""
+    engine = current_engine(folder, **OFFLOAD)
+
+    async def storm():
+        async with some_paused(engine, 1.0) as tasks:
+            assert not (await engine.tokenizer_manager.flush_cache()).success
+            for i in range(1, len(tasks), 2):
+                engine.tokenizer_manager.abort_request(f"r-{i}")
+            return await asyncio.gather(*tasks)
+
+    outputs = engine.loop.run_until_complete(storm())
+    reasons = [output["meta_info"]["finish_reason"]["type"] for output in outputs]
+    # "r-1" aborts "r-10" … "r-19" as well: SGLang's abort goes by prefix.
+    wanted = tuple(str(i) for i in range(1, len(PROMPTS), 2))
+    for i, (output, reason) in enumerate(zip(outputs, reasons, strict=True)):
+        expected = ample[1.0][i]
+        if str(i).startswith(wanted):
+            assert begins_alike(output["output_ids"], expected)
+        else:
+            assert (reason, output["output_ids"]) == ("length", expected)
+    assert reasons.count("abort") > 16
+    flush(engine)
+    stats = kv_stats(engine)
+    assert stats["host_pages_used"] == stats["paused"] == stats["active"] == stats["recomputed"] == 0
+
+
+def test_all_aborted_at_once(ample, current_engine, folder, flush):
+    engine = current_engine(folder, **OFFLOAD)
+    before = kv_stats(engine)
+
+    async def storm():
+        async with some_paused(engine, 0.0) as tasks:
+            engine.tokenizer_manager.abort_request(abort_all=True)
+            return await asyncio.gather(*tasks)
+
+    outputs = engine.loop.run_until_complete(storm())
+    for output, expected in zip(outputs, ample[0.0], strict=True):
+        assert begins_alike(output["output_ids"], expected)
+    flush(engine)
+    stats = kv_stats(engine)
+    assert stats["host_pages_used"] == stats["paused"] == stats["active"] == stats["waiting"] == 0
+    ended = {name: stats[name] - before[name] for name in ("pauses", "restores")}
+    assert ended["pauses"] > ended["restores"], "none was aborted while it was paused"
+    assert respond(engine, 0.0) == ample[0.0]
+
+
+def test_retracted_for_new_weights_while_paused(ample, current_engine, folder):
+    """SGLang's pause of generation in mode `retract`: no KV of the old weights survives it."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    engine = current_engine(folder, **OFFLOAD)
+
+    async def interrupted():
+        async with some_paused(engine, 0.0) as tasks:
+            await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            stopped = await state(engine)
+            await engine.tokenizer_manager.continue_generation(
+                ContinueGenerationReqInput(torch_empty_cache=False)
+            )
+            return stopped, await asyncio.gather(*tasks)
+
+    stopped, outputs = engine.loop.run_until_complete(interrupted())
+    assert stopped["paused"] == stopped["active"] == stopped["host_pages_used"] == 0
+    assert stopped["recomputed"] > 0
+    assert [output["output_ids"] for output in outputs] == ample[0.0]
+
+
+def test_a_request_larger_than_the_pool_is_refused_alone(ample, current_engine, folder):
+    """The largest that fits ends by its length, though the pool is then full; one token more is an error."""
+    engine = current_engine(folder, **OFFLOAD)
+    prompt, reserve = PROMPTS[0], 14
+    most = OFFLOAD["max_total_tokens"] - len(prompt) - reserve
+
+    async def all_at_once():
+        lengths = [most, most + 1, LENGTHS[0]]
+        return await asyncio.gather(
+            *(
+                engine.async_generate(
+                    input_ids=prompt,
+                    sampling_params={"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True},
+                )
+                for n in lengths
+            ),
+            return_exceptions=True,
+        )
+
+    largest, refused, small = engine.loop.run_until_complete(all_at_once())
+    assert largest["meta_info"]["completion_tokens"] == most
+    assert isinstance(refused, ValueError)
+    assert f"lower max_new_tokens to {most}" in str(refused)
+    assert small["output_ids"] == ample[0.0][0]
+
+
+def test_a_burst_fills_the_slots_while_an_early_request_runs(current_engine, folder):
+    """What is set aside for each falls as more become active; the batch must not stay "full" from before."""
+    arguments = {**ARGS, "max_total_tokens": 3_000, "s3r_kv_policy": "aimd", "s3r_kv_headroom": 0.5}
+    engine = current_engine(folder, **arguments)
+    params = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+
+    async def burst():
+        tasks = []
+        for count in (1, 23):
+            for _ in range(count):
+                task = engine.async_generate(input_ids=PROMPTS[len(tasks)], sampling_params=params)
+                tasks.append(asyncio.create_task(task))
+            while (await state(engine))["active"] < len(tasks):
+                assert not any(task.done() for task in tasks), "a request ended before all had started"
+                await asyncio.sleep(0.01)
+        engine.tokenizer_manager.abort_request(abort_all=True)
+        return await asyncio.gather(*tasks)
+
+    outputs = engine.loop.run_until_complete(burst())
+    assert {output["meta_info"]["finish_reason"]["type"] for output in outputs} == {"abort"}

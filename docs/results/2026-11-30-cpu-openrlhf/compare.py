@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--modes", nargs="+", default=["exact", "autoregressive", "direct"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--prefix", nargs="*", default=[], help="words before each command, as `nice`")
+    parser.add_argument("--prefix", type=shlex.split, default=[], help="before each command, as 'nice -n 5'")
     args = parser.parse_args()
     if args.action == "report":
         report(args.out)

@@ -1,0 +1,184 @@
+"""OpenRLHF's real `train_ppo_ray` with Ray, DeepSpeed and a real S3R server, on a toy task that has an answer.
+
+The policy is a random Llama of two layers; a response's reward is its share of even words. The trainer runs in an
+environment of its own, which `s3r-openrlhf setup` makes here if it is not there yet.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from s3r_sglang.rl_integration.examples import openrlhf_toy
+from s3r_sglang.rl_integration.openrlhf import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="sets up a CPU trainer")]
+
+# Prepended to the reward function, which runs in the actor that owns the server. On call KILL_AT the first
+# responses of a step are in, and the server ends while it samples the others (it runs 4 requests at a time of 16).
+KILLER = """
+import contextlib, os, psutil
+
+calls = 0
+
+def count():
+    global calls
+    calls += 1
+    if calls == int(os.environ.get("KILL_AT", 0)):
+        for process in psutil.Process().children(recursive=True):
+            # Short-lived children of the server may be gone by now.
+            with contextlib.suppress(psutil.Error):
+                if "sglang.launch_server" in process.cmdline():
+                    process.kill()
+"""
+SCALARS = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+tags = events.Tags()["scalars"]
+print(json.dumps({tag.removeprefix("train/"): [event.value for event in events.Scalars(tag)] for tag in tags}))
+"""
+# OpenRLHF's `vllm_kl`: mean of rollout minus trainer logprob over the tokens of a step. Both compute in bfloat16,
+# in different order; measured up to 6e-4.
+KL_IN_SYNC = 1e-3
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """Python of the trainer's environment."""
+    folder = environment.default_folder()
+    if not (folder / environment.RECORD).exists():
+        try:
+            environment.setup([])
+        except environment.SetupError as error:
+            pytest.skip(f"OpenRLHF's environment cannot be made here: {error}")
+    return environment.python_of(folder)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """Folder with the toy task."""
+    folder = tmp_path_factory.mktemp("toy")
+    openrlhf_toy.write(folder, prompts=160)
+    reward = openrlhf_toy.REWARD.replace("    words =", "    count()\n    words =", 1)
+    (folder / "reward.py").write_text(KILLER + reward)
+    return folder
+
+
+class Run:
+    """One training run, started at once, in a session of its own."""
+
+    def __init__(self, trainer, toy, folder, steps, *flags, **env):
+        self.trainer, self.folder = trainer, folder
+        self.log = folder / "run.log"
+        words = [str(trainer), "-m", "s3r_sglang.rl_integration.openrlhf.train"]
+        words += ["--s3r.engine_python", sys.executable, *openrlhf_toy.arguments(toy, folder, steps), *flags]
+        self.mark = f"S3R_TEST_RUN={folder}"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "S3R_TEST_RUN": str(folder), **env}
+        # Ray would end workers when other processes fill the machine's memory.
+        environ["RAY_memory_monitor_refresh_ms"] = "0"
+        environ.pop("PYTHONPATH", None)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                words, stdout=out, stderr=out, env=environ, start_new_session=True
+            )
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text, seconds=600):
+        """Wait until the log has `text`; fails if the run ends without it."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()[-6000:]
+            assert time.monotonic() < deadline, self.text()[-6000:]
+            time.sleep(0.2)
+
+    def finish(self, seconds=600):
+        """Wait for the end; returns {name: [value of each step]} of OpenRLHF's TensorBoard log."""
+        assert self.process.wait(seconds) == 0, self.text()[-6000:]
+        return self.scalars()
+
+    def scalars(self):
+        (folder,) = (self.folder / "tensorboard").iterdir()
+        done = subprocess.run(
+            [self.trainer, "-c", SCALARS, folder], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def processes(self):
+        """Ids of all processes that descend from this run, by the mark in their environment."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self):
+        """SIGKILL to the driver alone."""
+        self.process.kill()
+        self.process.wait(60)
+
+
+@pytest.fixture
+def start(trainer, toy, tmp_path):
+    """Factory of runs: `start(steps, *flags, **environment)`; they are killed at the end."""
+    runs = []
+
+    def factory(*args, **env):
+        runs.append(Run(trainer, toy, tmp_path, *args, **env))
+        return runs[-1]
+
+    yield factory
+    for run in runs:
+        run.kill()
+
+
+def test_the_reward_rises_in_sync_and_a_killed_server_costs_no_sample(start):
+    """Colocated, so that the server sleeps and wakes every step; killed in the middle of step 4's rollout."""
+    colocated = ["--train.colocate_all", "--vllm.enable_sleep", "--ds.zero_stage", "3"]
+    few = f"{openrlhf_toy.SERVER} --max-running-requests 4"
+    run = start(12, *colocated, "--s3r.server_args", few, KILL_AT="50")
+    steps = run.finish()
+    assert steps["rollout/num_samples"] == [16] * 12
+    assert steps["s3r/weight_version"] == list(range(12))
+    assert max(abs(kl) for kl in steps["vllm_kl"]) <= KL_IN_SYNC
+    rewards = steps["rollout/reward_mean"]
+    assert sum(rewards[:3]) / 3 < 0.65
+    assert sum(rewards[-3:]) / 3 > 0.85
+    assert steps["s3r/server_restarts"] == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    # S3R drafted: a round of the last step commits nearly seven tokens.
+    assert 1 < steps["s3r/accept_length"][0] <= steps["s3r/accept_length"][-1] <= 7
+    assert min(steps["s3r/tokens_per_second_per_gpu"]) > 0
+    assert max(steps["s3r/kv_utilization_peak"]) <= 1
+    assert (run.folder / "model" / "model.safetensors").exists()
+    assert_gone(run)
+
+
+def test_without_sync_the_policies_part_and_nothing_survives_a_killed_driver(start):
+    """The negative control, with ZeRO 2 and the server on a GPU of its own."""
+    run = start(40, "--s3r.weight_sync", "off", "--ds.zero_stage", "2")
+    run.wait_for("Global step 8:")
+    assert len(run.processes()) > 5
+    run.kill()
+    assert_gone(run)
+    steps = run.scalars()
+    assert steps["s3r/weight_version"][:8] == [0] * 8
+    assert abs(steps["vllm_kl"][0]) <= KL_IN_SYNC
+    assert max(abs(kl) for kl in steps["vllm_kl"][5:8]) > 100 * KL_IN_SYNC
+
+
+def assert_gone(run, seconds=60):
+    """All processes of the run end by themselves."""
+    deadline = time.monotonic() + seconds
+    while alive := run.processes():
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.5)

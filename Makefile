@@ -45,7 +45,7 @@ demo: setup
 
 test: setup
 	$(MODEL) smollm2
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
 
 # Everything that takes seconds.
 quick: setup

@@ -93,7 +93,10 @@ def test_a_refused_stream_has_status_400_and_a_served_one_has_events(url, path, 
     answer = refused.json()
     # SGLang's OpenAI endpoints have a shape of their own.
     assert "does not support" in answer.get("error", answer)["message"]
-    body = {**body, "sampling_params": SAMPLING} if path == "generate" else {**body, "presence_penalty": 0}
+    allowed = (
+        {"sampling_params": SAMPLING} if path == "generate" else {"presence_penalty": 0, "ignore_eos": True}
+    )
+    body = {**body, **allowed}
     with httpx.stream("POST", f"{url}/{path}", json={**body, "stream": True}, timeout=120) as served:
         lines = [line for line in served.iter_lines() if line]
     assert served.headers["content-type"].startswith("text/event-stream")

@@ -26,6 +26,8 @@ def server_args():
     from sglang.srt.runtime_context import get_context
 
     with get_context().override_server_args(speculative_algorithm="SELF_SPARSE") as args:
+        # A hook reads it if an engine of another test has loaded the plugin; SGLang guards resolved arguments.
+        object.__setattr__(args, "s3r_prompt_queries", 1)
         yield args
 
 

@@ -10,7 +10,7 @@ from support import Server, dense_logprobs, free_port
 
 from s3r_sglang import models
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # float32, 30 layers; verification runs other shapes than the dense prefill it is compared with.
 TOLERANCE = 1e-3

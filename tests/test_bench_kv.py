@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3r_testing import random_llama
 from typer.testing import CliRunner
 
-from s3r_sglang.bench import load, paper
+from s3r_sglang.bench import load, page, paper
 from s3r_sglang.bench.kv import execute, render, run
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun, KvSample, KvTotals
 from s3r_sglang.bench.kv.workload import Workload, peak_demand, response_lengths
@@ -276,7 +276,7 @@ def test_the_plot_is_drawn(tmp_path):
 def test_rows_of_the_same_job_are_taken_over_and_others_refused(tmp_path):
     assert execute._earlier_runs(tmp_path, a_job()) == {}
     report = a_report()
-    execute._write(report, tmp_path)
+    page.write(report, tmp_path, render.plot, render.markdown)
     assert execute._earlier_runs(tmp_path, a_job()) == report.runs
     with pytest.raises(LoadError, match=r"another job \(seed differ\): choose another --out"):
         execute._earlier_runs(tmp_path, a_job(seed=1))

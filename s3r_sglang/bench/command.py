@@ -1,19 +1,29 @@
 """The options of the benchmarks. Heavy imports happen inside, so that `s3r --help` answers at once."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+Model = Annotated[
+    str, typer.Option(help="Hugging Face folder; with dummy weights also qwen3-8b or qwen3-1.7b.")
+]
+LoadFormat = Annotated[str, typer.Option(help="dummy: random weights, only config.json is read.")]
+ImposedAcceptance = Annotated[
+    str | None,
+    typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
+]
+Text = Annotated[Path | None, typer.Option(help="Cut the prompts from this text; without it, random tokens.")]
+Backend = Annotated[
+    str | None, typer.Option(help="Attention backend of all engines; SGLang's choice without it.")
+]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")]
 
 
 def bench(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Hugging Face folder; with dummy weights also qwen3-8b or qwen3-1.7b.")
-    ],
-    load_format: Annotated[
-        str, typer.Option(help="dummy: random weights, only config.json is read.")
-    ] = "auto",
+    model: Model,
+    load_format: LoadFormat = "auto",
     batch_size: Annotated[int, typer.Option(min=1, help="Requests in progress (B).")] = 64,
     context: Annotated[int, typer.Option(min=8, help="Prompt tokens of each request (S).")] = 8192,
     sweep: Annotated[str | None, typer.Option(help="Several settings instead, such as 64x8K,32x16K.")] = None,
@@ -25,21 +35,12 @@ def bench(
         int, typer.Option(min=1, help="Tokens that each request emits before the clock starts.")
     ] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements per setting and engine.")] = 3,
-    imposed_acceptance: Annotated[
-        str | None,
-        typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Cut the prompts from this text; without it, random tokens.")
-    ] = None,
+    imposed_acceptance: ImposedAcceptance = None,
+    text: Text = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    backend: Annotated[
-        str | None, typer.Option(help="Attention backend of both engines; SGLang's choice without it.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")
-    ] = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace each setting too: kernel times by kind, GPU idle time.")
     ] = False,
@@ -70,21 +71,13 @@ def bench(
         out=out,
         profile=profile,
     )
-    backend_argv = ["--attention-backend", backend] if backend else []
-    try:
-        execute.execute(options, [*ctx.args, *backend_argv], cli.console)
-    except execute.FAULTS as error:
-        raise cli.fail(str(error)) from None
+    _execute(execute, options, ctx, backend)
 
 
 def bench_kv(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Hugging Face folder; with dummy weights also qwen3-8b or qwen3-1.7b.")
-    ],
-    load_format: Annotated[
-        str, typer.Option(help="dummy: random weights, only config.json is read.")
-    ] = "auto",
+    model: Model,
+    load_format: LoadFormat = "auto",
     variants: Annotated[
         str,
         typer.Option(help="Which rows to run now (ar,aimd,…); a wrong name lists them."),
@@ -101,20 +94,11 @@ def bench_kv(
     pressure: Annotated[
         float, typer.Option(min=0.1, help="Peak demand for KV over the size of the KV pool.")
     ] = 1.5,
-    imposed_acceptance: Annotated[
-        str | None,
-        typer.Option(help="Accept drafts with these probabilities by position, or paper-8b, or paper-1.7b."),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Cut the prompts from this text; without it, random tokens.")
-    ] = None,
+    imposed_acceptance: ImposedAcceptance = None,
+    text: Text = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
-    backend: Annotated[
-        str | None, typer.Option(help="Attention backend of all engines; SGLang's choice without it.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, float32; the model's without it.")
-    ] = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json, report.md, report.png; rows there are kept.")
     ] = None,
@@ -145,8 +129,15 @@ def bench_kv(
         dtype=dtype,
         out=out,
     )
+    _execute(execute, options, ctx, backend)
+
+
+def _execute(module: Any, options: Any, ctx: typer.Context, backend: str | None) -> None:
+    """Run the benchmark of `module` with the options for it and the arguments for SGLang."""
+    from s3r_sglang import cli
+
     backend_argv = ["--attention-backend", backend] if backend else []
     try:
-        execute.execute(options, [*ctx.args, *backend_argv], cli.console)
-    except execute.FAULTS as error:
+        module.execute(options, [*ctx.args, *backend_argv], cli.console)
+    except module.FAULTS as error:
         raise cli.fail(str(error)) from None

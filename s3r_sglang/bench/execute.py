@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from s3r_sglang import cpu, launch
-from s3r_sglang.bench import load, paper, provenance, render, run
+from s3r_sglang.bench import load, page, paper, provenance, render, run
 from s3r_sglang.bench.load import LoadError, Setting
 from s3r_sglang.bench.probe import ProbeConfig
 from s3r_sglang.bench.records import Report
@@ -154,13 +154,7 @@ def _report(options: Options, job: run.Job, outcome: run.Outcome) -> Report:
 
 
 def _write(report: Report, folder: Path, console: Console) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    picture: str | None = "report.png"
-    try:
-        render.plot(report, folder / "report.png")
-    except ImportError:
-        picture = None
+    drawn = page.write(report, folder, render.plot, render.markdown)
+    if not drawn:
         console.print("no plot: pip install 's3r-sglang[bench]' brings matplotlib", highlight=False)
-    (folder / "report.md").write_text(render.markdown(report, picture), encoding="utf-8")
-    console.print(f"wrote {folder}/report.json, report.md" + (", report.png" if picture else ""))
+    console.print(f"wrote {folder}/report.json, report.md" + (", report.png" if drawn else ""))

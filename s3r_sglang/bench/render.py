@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from s3r_sglang.bench import paper
+from s3r_sglang.bench import page, paper
 from s3r_sglang.bench.records import Report, SettingResult
 
 Cell = Callable[[SettingResult], str]
@@ -127,42 +127,26 @@ def correctness_line(report: Report) -> str:
 
 def tables(report: Report) -> list[Table]:
     """For the terminal."""
-    found = []
-    for title, (columns, rows) in _sections(report).items():
-        table = Table(title=f"{title}: {report.title}")
-        for name in columns:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(*(cell(row) for cell in columns.values()))
-        found.append(table)
-    return found
+    return [
+        page.terminal_table(f"{title}: {report.title}", columns, rows)
+        for title, (columns, rows) in _sections(report).items()
+    ]
 
 
 def markdown(report: Report, plot: str | None) -> str:
     """A page for docs/results; `plot` is the file name of a picture next to it."""
     lines = [f"# s3r bench: {report.title}", ""]
-    if report.imposed_acceptance:
-        profile = ", ".join(f"{share:.3f}" for share in report.imposed_acceptance)
-        lines += [
-            f"**Imposed acceptance**: drafts are accepted by position with probability {profile}, whatever the "
-            "model says. All stages run; the responses are not samples of the policy.",
-            "",
-        ]
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines += page.imposed_acceptance_note(report.imposed_acceptance)
     parameters = report.sampling | report.s3r_config
     config = ", ".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
     lines += [
-        f"- {report.created}, commit {report.git_commit}",
-        f"- `{report.command}`",
-        f"- {report.machine['count']} x {report.machine['device']}; {versions}",
+        *page.provenance_lines(report, report.git_commit),
         f"- weights: {report.load_format}; prompts: {report.prompts}; {config}",
         f"- {correctness_line(report)}",
         "",
     ]
     for title, (columns, rows) in _sections(report).items():
-        lines += [f"## {title}", "", _markdown_row(list(columns)), _markdown_row(["---"] * len(columns))]
-        lines += [_markdown_row([cell(row) for cell in columns.values()]) for row in rows]
-        lines.append("")
+        lines += page.section(title, columns, rows)
     lines += [
         "Medians over repeats (lowest-highest). T_p, T_q, T_V: an autoregressive step, a draft step, the verify "
         "forward with the index refresh. The paper (arXiv 2610.13202, section F.2) measured on 2 H100 with tensor "
@@ -171,10 +155,6 @@ def markdown(report: Report, plot: str | None) -> str:
     if plot:
         lines += ["", f"![Throughput and round]({plot})"]
     return "\n".join(lines) + "\n"
-
-
-def _markdown_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def plot(report: Report, path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 
 from s3r_sglang.bench import execute as bench
-from s3r_sglang.bench import load, paper, provenance, traffic
+from s3r_sglang.bench import load, page, paper, provenance, traffic
 from s3r_sglang.bench.kv import render, run
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun
 from s3r_sglang.bench.kv.workload import Workload, peak_demand
@@ -59,7 +59,7 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> KvRep
             )
             report = report.model_copy(update={"runs": report.runs | {key: found}})
             if options.out is not None:
-                _write(report, options.out)
+                page.write(report, options.out, render.plot, render.markdown)
     _show(report, options.out, console)
     if report.faults:
         raise bench.IncorrectError("; ".join(report.faults))
@@ -151,14 +151,3 @@ def _show(report: KvReport, out: Path | None, console: Console) -> None:
     console.print(render.check_line(report), highlight=False)
     if out is not None:
         console.print(f"wrote {out}/report.json and report.md", highlight=False)
-
-
-def _write(report: KvReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    picture: str | None = "report.png"
-    try:
-        render.plot(report, folder / "report.png")
-    except ImportError:
-        picture = None
-    (folder / "report.md").write_text(render.markdown(report, picture), encoding="utf-8")

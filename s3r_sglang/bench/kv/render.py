@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from s3r_sglang.bench import paper
+from s3r_sglang.bench import page, paper
 from s3r_sglang.bench.kv.records import KvReport, KvRun, KvTotals
 
 Cell = Callable[[KvRun], str]
@@ -90,15 +90,10 @@ def check_line(report: KvReport) -> str:
 
 def tables(report: KvReport) -> list[Table]:
     """For the terminal."""
-    found = []
-    for title, columns in _sections(report).items():
-        table = Table(title=f"{title}: {report.title}")
-        for name in columns:
-            table.add_column(name, justify="right", no_wrap=not name)
-        for row in report.rows:
-            table.add_row(*(cell(row) for cell in columns.values()))
-        found.append(table)
-    return found
+    return [
+        page.terminal_table(f"{title}: {report.title}", columns, report.rows)
+        for title, columns in _sections(report).items()
+    ]
 
 
 def workload_line(report: KvReport) -> str:
@@ -116,29 +111,18 @@ def workload_line(report: KvReport) -> str:
 def markdown(report: KvReport, plot: str | None) -> str:
     """A page for docs/results; `plot` is the file name of a picture next to it."""
     lines = [f"# s3r bench-kv: {report.title}", ""]
-    if report.job.imposed_acceptance:
-        profile = ", ".join(f"{share:.3f}" for share in report.job.imposed_acceptance)
-        lines += [
-            f"**Imposed acceptance**: drafts are accepted by position with probability {profile}, whatever the "
-            "model says. All stages run; the responses are not samples of the policy.",
-            "",
-        ]
+    lines += page.imposed_acceptance_note(report.job.imposed_acceptance)
     commits = sorted({row.git_commit for row in report.rows})
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines += [
-        f"- {report.created}, commit {', '.join(commits)}",
-        f"- `{report.command}`",
-        f"- {report.machine['count']} x {report.machine['device']}; {versions}",
+        *page.provenance_lines(report, ", ".join(commits)),
         f"- {workload_line(report)}",
         f"- {check_line(report)}",
         "",
     ]
     for title, columns in _sections(report).items():
-        lines += [f"## {title}", "", _row(list(columns)), _row(["---"] * len(columns))]
-        lines += [_row([cell(row) for cell in columns.values()]) for row in report.rows]
-        lines.append("")
-    lines += ["## Relations of the paper's section 6.5", "", _row(["", "here", "paper"]), _row(["---"] * 3)]
-    lines += [_row(list(finding)) for finding in findings(report)]
+        lines += page.section(title, columns, report.rows)
+    lines += ["## Relations of the paper's section 6.5", ""]
+    lines += page.markdown_table(["", "here", "paper"], findings(report))
     lines += [
         "",
         "Throughput: all response tokens over the time from the first request sent to the last response received, "
@@ -151,10 +135,6 @@ def markdown(report: KvReport, plot: str | None) -> str:
     if plot:
         lines += ["", f"![Concurrency limit, utilisation and backlog over time]({plot})"]
     return "\n".join(lines) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def plot(report: KvReport, path: Path) -> None:

@@ -53,11 +53,14 @@ def _start_ray() -> None:
     environ = {name: os.environ.get(name, value) for name, value in WORKER_ENVIRONMENT.items()}
     # Ray's default is 15, which the servers inherit: next to any other process they would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    joins = "RAY_ADDRESS" in os.environ
+    if not joins:
+        # After a killed driver Ray's agents report to the control store, which is dead too, for 60 s by default.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     hook = f"{runtime.__name__}.prepare_worker"
-    alone = not runtime.has_gpu() and "RAY_ADDRESS" not in os.environ
     ray.init(
         runtime_env={"env_vars": environ, "worker_process_setup_hook": hook},
-        **(WITHOUT_GPU if alone else {}),
+        **({} if joins or runtime.has_gpu() else WITHOUT_GPU),
     )
 
 

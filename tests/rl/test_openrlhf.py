@@ -1,7 +1,7 @@
 """OpenRLHF's real `train_ppo_ray` with Ray, DeepSpeed and a real S3R server, on a toy task that has an answer.
 
 The policy is a random Llama of two layers; a response's reward is its share of even words. The trainer runs in an
-environment of its own, which `s3r-openrlhf setup` makes here if it is not there yet.
+environment of its own, which `s3r-openrlhf setup` makes here.
 """
 
 import contextlib
@@ -36,6 +36,26 @@ def count():
                 if "sglang.launch_server" in process.cmdline():
                     process.kill()
 """
+# Two turns; the environment says two words in between.
+AGENT = """
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Instance(AgentInstanceBase):
+    def __init__(self):
+        self.turns = 0
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        words = states["action_text"].split()
+        share = sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
+        feedback = " t2 t3" if self.turns == 1 else ""
+        return {"rewards": torch.tensor(share), "environment_feedback": feedback, "done": self.turns == 2}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Instance)
+"""
 SCALARS = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -50,14 +70,13 @@ KL_IN_SYNC = 1e-3
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    """Python of the trainer's environment."""
-    folder = environment.default_folder()
-    if not (folder / environment.RECORD).exists():
-        try:
-            environment.setup([])
-        except environment.SetupError as error:
-            pytest.skip(f"OpenRLHF's environment cannot be made here: {error}")
+def trainer(tmp_path_factory):
+    """Python of a trainer's environment with this checkout in it; a user's own may have another one."""
+    folder = tmp_path_factory.mktemp("trainer") / "openrlhf"
+    try:
+        environment.setup(["--folder", str(folder)])
+    except environment.SetupError as error:
+        pytest.skip(f"OpenRLHF's environment cannot be made here: {error}")
     return environment.python_of(folder)
 
 
@@ -68,6 +87,7 @@ def toy(tmp_path_factory):
     openrlhf_toy.write(folder, prompts=160)
     reward = openrlhf_toy.REWARD.replace("    words =", "    count()\n    words =", 1)
     (folder / "reward.py").write_text(KILLER + reward)
+    (folder / "agent.py").write_text(AGENT)
     return folder
 
 
@@ -174,6 +194,28 @@ def test_without_sync_the_policies_part_and_nothing_survives_a_killed_driver(sta
     assert steps["s3r/weight_version"][:8] == [0] * 8
     assert abs(steps["vllm_kl"][0]) <= KL_IN_SYNC
     assert max(abs(kl) for kl in steps["vllm_kl"][5:8]) > 100 * KL_IN_SYNC
+
+
+def test_agents_train_asynchronously_on_two_servers(start, toy):
+    """A step's samples may lag behind the policy by what the queue holds; a group has one version all the same."""
+    run = start(
+        6,
+        "--train.async_enable",
+        "--vllm.num_engines",
+        "2",
+        f"--train.agent_func_path={toy / 'agent.py'}",
+        "--data.max_len",
+        "40",
+    )
+    steps = run.finish()
+    assert steps["rollout/num_samples"] == [16] * 6
+    lags = [step - version for step, version in enumerate(steps["s3r/weight_version"])]
+    assert min(lags) >= 0
+    assert 0 < max(lags) <= 2
+    # One request for each turn of the 96 samples; where the first turn takes all of max_len there is no second.
+    assert 96 < sum(steps["s3r/groups"]) <= 2 * 96
+    assert all(0 < reward <= 2 for reward in steps["rollout/reward_mean"])
+    assert_gone(run)
 
 
 def assert_gone(run, seconds=60):

@@ -97,6 +97,8 @@ class HostPool:
     def load(self, blocks: list[int], pages: torch.Tensor):
         """Copy `blocks` to the rows of `pages` [n] int64, which the caller keeps until the returned event."""
         done = self._module.Event()
+        # The pages may be of a request that has just ended, and the round in flight still writes to them. The
+        # scheduler's stream is behind all of that round: SGLang's WAR barrier waits for whole forwards of ours.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             for block, part in zip(blocks, pages.split(self.block_tokens), strict=True):

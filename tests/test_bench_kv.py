@@ -293,6 +293,11 @@ def test_rows_of_the_same_job_are_taken_over_and_others_refused(tmp_path):
         (["--load-format", "dummy", "--max-length", "50000"], "do not fit the model's 40960 positions"),
         (["--load-format", "dummy", "--slots", "1"], "does not hold one response"),
         (["--load-format", "dummy", "--imposed-acceptance", "0.5,0.9"], "must fall"),
+        (["--load-format", "dummy", "--s3r-mode", "direct"], "s3r bench-kv compares engines"),
+        # Would come last, and win over that of the row.
+        (["--load-format", "dummy", "--s3r-kv-policy", "offload"], "each row sets --s3r-kv-policy"),
+        (["--load-format", "dummy", "--variants", "offload", "--s3r-kv-limit", "9"], "each row sets"),
+        (["--load-format", "dummy", "--s3r-budget-ratio", "2"], "budget_ratio"),
     ],
 )
 def test_a_job_that_cannot_be_run_is_refused_before_an_engine_starts(words, fault):

@@ -15,7 +15,7 @@ from s3r_sglang.bench import load, page, paper, provenance, render, run
 from s3r_sglang.bench.load import LoadError, Setting
 from s3r_sglang.bench.probe import ProbeConfig
 from s3r_sglang.bench.records import Report
-from s3r_sglang.config import ConfigError
+from s3r_sglang.config import ConfigError, S3RConfig
 
 # Both engines get the same share of the GPU's memory. SGLang's own choice depends on speculation.
 MEMORY = ["--mem-fraction-static", "0.85"]
@@ -49,8 +49,7 @@ class Options:
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> Report:
     """Run the command; raises one of `FAULTS` with a message for the user."""
-    if not launch.configuration(engine_argv).faithful:
-        raise ConfigError("s3r bench compares engines that sample from one law: drop --s3r-mode direct")
+    require_exact(launch.configuration(engine_argv), "s3r bench")
     with model_folder(options.model, options.load_format) as folder, console.status("starting") as status:
         job = _job(options, folder, engine_argv)
         outcome = run.run(job, status.update)
@@ -63,6 +62,14 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> Repor
     if not report.correctness.passed:
         raise IncorrectError("the responses of S3R are not those of the dense policy: no speed counts")
     return report
+
+
+def require_exact(config: S3RConfig, command: str) -> None:
+    """Raise ConfigError if responses would be the sparse policy's: their speed is not that of S3R."""
+    if not config.faithful:
+        raise ConfigError(
+            f"{command} compares engines that sample from one law: --s3r-mode must be exact, not {config.mode}"
+        )
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.status import Status
 
+from s3r_sglang import launch
 from s3r_sglang.bench import execute as bench
 from s3r_sglang.bench import load, page, paper, provenance, traffic
 from s3r_sglang.bench.kv import render, run
-from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun
+from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun, Variant
 from s3r_sglang.bench.kv.workload import Workload, peak_demand
 from s3r_sglang.bench.load import LoadError
+from s3r_sglang.config import ConfigError
 
 FAULTS = (*bench.FAULTS, run.AnswerError)
 
@@ -46,6 +48,8 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> KvRep
     the same job: an ablation may be run in pieces.
     """
     keys = parse_variants(options.variants)
+    for key in keys:
+        _check_arguments(VARIANTS[key], options.slots, engine_argv)
     with bench.model_folder(options.model, options.load_format) as folder:
         job, workload = _job(options, folder, engine_argv)
         runs = _earlier_runs(options.out, job)
@@ -64,6 +68,17 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> KvRep
     if report.faults:
         raise bench.IncorrectError("; ".join(report.faults))
     return report
+
+
+def _check_arguments(variant: Variant, slots: int, engine_argv: list[str]) -> None:
+    """Raise ConfigError if the row would fail to start, or be another one than its title says."""
+    if variant.policy is None:
+        return
+    config = launch.configuration([*run.policy_argv(variant, slots), *engine_argv])
+    bench.require_exact(config, "s3r bench-kv")
+    limit = variant.limit(slots) if variant.share < 1 else None
+    if (config.kv_policy, config.kv_limit) != (variant.policy, limit):
+        raise ConfigError("each row sets --s3r-kv-policy and --s3r-kv-limit itself: drop them (--variants)")
 
 
 def parse_variants(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from s3r_sglang.bench import check, load, provenance
-from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvRun, KvSample, KvTotals
+from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvRun, KvSample, KvTotals, Variant
 from s3r_sglang.bench.kv.workload import Workload
 from s3r_sglang.bench.load import LoadError
 from s3r_sglang.bench.probe import ProbeConfig, planned_rid
@@ -114,21 +114,25 @@ def scaled_admission(longest: int) -> Iterator[None]:
         del os.environ[CLIP_ENV]
 
 
-def _engine_argv(job: KvJob, key: str, folder: Path, workload: Workload) -> list[str]:
-    variant = VARIANTS[key]
-    slots = str(job.slots)
-    policy = ["--s3r-kv-policy", variant.policy] if variant.policy else []
+def policy_argv(variant: Variant, slots: int) -> list[str]:
+    """What makes an engine this row of the table."""
+    argv = ["--s3r-kv-policy", variant.policy] if variant.policy else []
     if variant.share < 1:
-        policy += ["--s3r-kv-limit", str(variant.limit(job.slots))]
+        argv += ["--s3r-kv-limit", str(variant.limit(slots))]
     if not variant.headroom:
-        policy += ["--s3r-kv-headroom", "0"]
+        argv += ["--s3r-kv-headroom", "0"]
+    return argv
+
+
+def _engine_argv(job: KvJob, key: str, folder: Path, workload: Workload) -> list[str]:
+    slots = str(job.slots)
     # fmt: off
     return [
         "--model-path", str(folder), "--load-format", job.load_format, "--skip-tokenizer-init",
         "--log-level", "error", "--max-running-requests", slots, "--cuda-graph-max-bs-decode", slots,
         "--max-total-tokens", str(job.pool_tokens), "--context-length", str(workload.context),
         *(["--dtype", job.dtype] if job.dtype else []),
-        *policy, *job.engine_argv,
+        *policy_argv(VARIANTS[key], job.slots), *job.engine_argv,
     ]
     # fmt: on
 

@@ -472,7 +472,10 @@ def test_the_plot_is_drawn(tmp_path):
             ["--model", "qwen3-8b", "--load-format", "dummy", "--new-tokens", "32"],
             "nothing would be left to time",
         ),
-        (["--model", "qwen3-8b", "--load-format", "dummy", "--s3r-mode=direct"], "s3r bench compares engines"),
+        (
+            ["--model", "qwen3-8b", "--load-format", "dummy", "--s3r-mode=direct"],
+            "s3r bench compares engines",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_run_is_refused_before_an_engine_starts(words, fault):

@@ -19,7 +19,6 @@ ARGS = {
     "s3r_budget_ratio": 0.5,
     "s3r_prompt_queries": 4,
     "skip_tokenizer_init": True,
-    "dtype": "float32",
     "max_running_requests": 24,
 }
 generator = torch.Generator().manual_seed(0)

@@ -67,7 +67,8 @@ class Server:
         command += ["--s3r-min-budget", "8", "--s3r-recent-window", "4", "--max-total-tokens", "20000"]
         # Float32 checkpoints are served in half precision unless told not to. An idle scheduler would spin on
         # one of the two cores of a CI machine.
-        command += ["--dtype", "float32", "--sleep-on-idle"]
+        # CUDA kernels for norms lack float32; half precision is the closest to it.
+        command += ["--dtype", "float16" if torch.cuda.is_available() else "float32", "--sleep-on-idle"]
         if torch.cuda.is_available():
             command += [
                 "--attention-backend",

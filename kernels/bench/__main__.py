@@ -9,6 +9,7 @@ from s3r_sglang.kernels.bench import (
     _harness,
     attention_scores,
     chain_sampling,
+    kv_rows,
     select_positions,
     sparse_decode_attention,
     target_probs,
@@ -24,6 +25,7 @@ BENCHES = [
         select_positions,
         chain_sampling,
         target_probs,
+        kv_rows,
     )
 ]
 

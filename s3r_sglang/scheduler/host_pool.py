@@ -1,28 +1,30 @@
 """Host memory for the KV of paused requests, and the copies from and to the device.
 
-A fixed number of blocks in one buffer, allocated once and pinned on CUDA. The rows of a request lie scattered over
-the pages and layers of the device pool; a block is gathered into a contiguous staging buffer on the device and
-crosses the link as one asynchronous copy (29 MB for the Qwen3-1.7B shape), which the copy engine carries without
-taking multiprocessors from the round that runs meanwhile.
+A fixed number of blocks in one buffer, allocated once and pinned on CUDA. The rows of a request lie scattered
+over the pages and layers of the device pool; blocks are gathered into a contiguous staging buffer on the device,
+and each crosses the link as one asynchronous copy (29 MB for the Qwen3-1.7B shape), which the copy engine carries
+without taking multiprocessors from the round that runs meanwhile. `s3r_sglang/bench/host_link.py` measures.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
 from s3r_sglang.config import ConfigError
+from s3r_sglang.kernels import implementation
 from s3r_sglang.sglang_symbols import ALLOC_MEMORY_FUNCS, HostTensorAllocator, cuda_host_unregister
 
 logger = logging.getLogger(__name__)
 
-# Tokens per block. Gathering takes 2 launches per layer and block: for 28 layers some 0.2 ms of host time, which
-# the copy of a block (0.5 ms at 55 GB/s) hides; smaller blocks would be bound by launches. Estimates:
-# `s3r_sglang/bench/host_link.py` measures.
 BLOCK_TOKENS = 256
+# Blocks that one launch gathers or scatters (117 MB for the Qwen3-1.7B shape). The round that follows a pause
+# waits until all is gathered, but not for the copies of the last so many blocks.
+STAGED_BLOCKS = 4
 # Unless the size is configured: at most this share of the host memory that is free at start-up, and at most so
 # many bytes, since a server with much memory would spend its start-up on pinning.
 FREE_MEMORY_SHARE = 0.25
@@ -53,16 +55,19 @@ class HostPool:
     ) -> None:
         self._layers = [buffer.flatten(1) for buffer in (*keys, *values)]
         sample = self._layers[0]
-        self._row = sample.shape[1]
+        self._kernels = implementation(sample, "kv_rows")
+        self._pointers = torch.tensor([layer.data_ptr() for layer in self._layers], device=sample.device)
+        self._token = len(self._layers) * sample.shape[1]
         self._module = torch.get_device_module(sample.device)
         self._stream = self._module.Stream()
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self._free = list(range(num_blocks))
         self.peak = 0
-        shape = (num_blocks, len(self._layers) * block_tokens * self._row)
+        self._block = block_tokens * self._token
         self._pinned = sample.is_cuda and num_blocks > 0
-        self._host = _allocate(shape, sample.dtype, self._pinned)
-        self._staging = torch.empty(shape[1] if num_blocks else 0, dtype=sample.dtype, device=sample.device)
+        self._host = _allocate((num_blocks, self._block), sample.dtype, self._pinned)
+        staged = min(num_blocks, STAGED_BLOCKS) * self._block
+        self._staging = torch.empty(staged, dtype=sample.dtype, device=sample.device)
 
     @property
     def used(self) -> int:
@@ -85,13 +90,14 @@ class HostPool:
         gathered = self._module.Event()
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            for block, part in zip(blocks, pages.split(self.block_tokens), strict=True):
-                staged = self._staged(self._staging, len(part))
-                for rows, layer in zip(staged, self._layers, strict=True):
-                    torch.index_select(layer, 0, part, out=rows)
+            for group, part in self._groups(blocks, pages):
+                self._kernels.gather_rows(
+                    self._layers, self._pointers, part, self._staging, self.block_tokens
+                )
                 gathered.record()
-                self._staged(self._host[block], len(part)).copy_(staged, non_blocking=True)
-        # On the device, the host does not wait. It is the copies of all blocks but the last that take time.
+                for host, staged in self._pieces(group, len(part)):
+                    host.copy_(staged, non_blocking=True)
+        # On the device, the host does not wait.
         self._module.current_stream().wait_event(gathered)
 
     def load(self, blocks: list[int], pages: torch.Tensor):
@@ -101,11 +107,12 @@ class HostPool:
         # scheduler's stream is behind all of that round: SGLang's WAR barrier waits for whole forwards of ours.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            for block, part in zip(blocks, pages.split(self.block_tokens), strict=True):
-                staged = self._staged(self._staging, len(part))
-                staged.copy_(self._staged(self._host[block], len(part)), non_blocking=True)
-                for rows, layer in zip(staged, self._layers, strict=True):
-                    layer.index_copy_(0, part, rows)
+            for group, part in self._groups(blocks, pages):
+                for host, staged in self._pieces(group, len(part)):
+                    staged.copy_(host, non_blocking=True)
+                self._kernels.scatter_rows(
+                    self._layers, self._pointers, part, self._staging, self.block_tokens
+                )
             done.record()
         return done
 
@@ -120,10 +127,18 @@ class HostPool:
             cuda_host_unregister(self._host)
             self._pinned = False
 
-    def _staged(self, flat: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The contiguous view [2 * layers, tokens, row] at the start of a block."""
-        count = len(self._layers)
-        return flat[: count * tokens * self._row].view(count, tokens, self._row)
+    def _groups(self, blocks: list[int], pages: torch.Tensor) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Blocks and their pages, as many as the staging buffer holds at a time."""
+        parts = pages.split(STAGED_BLOCKS * self.block_tokens)
+        starts = range(0, len(blocks), STAGED_BLOCKS)
+        return zip((blocks[start : start + STAGED_BLOCKS] for start in starts), parts, strict=True)
+
+    def _pieces(self, blocks: list[int], tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(host, staged) memory of each of `blocks`, which hold `tokens` tokens in all."""
+        for number, block in enumerate(blocks):
+            begin = number * self._block
+            used = min(self._block, tokens * self._token - begin)
+            yield self._host[block, :used], self._staging[begin : begin + used]
 
 
 def block_bytes(keys: list[torch.Tensor], values: list[torch.Tensor]) -> int:

@@ -1,7 +1,10 @@
-"""OpenRLHF on the toy task with three engines: S3R, no speculation, and straight from the sparse policy.
+"""OpenRLHF with S3R, without speculation, and with rollouts of the sparse policy as they are or corrected.
 
-    python compare.py run --out runs --modes exact autoregressive direct --seeds 1 2 3
+    python compare.py run --out runs --arms exact autoregressive direct corrected --seeds 1 2 3 4 5
     python compare.py report --out runs
+
+A reward for different words keeps the policy stochastic and makes it look back, so that the sparse policy goes on
+differing from the dense one. (Rewarded for even words it soon repeats one of them, and all modes agree.)
 
 `run` needs `s3r-openrlhf setup`; it skips what is there already. `report` writes report.json and curves.png here.
 """
@@ -17,9 +20,24 @@ from pathlib import Path
 
 from s3r_sglang.rl_integration.examples import openrlhf_toy
 
-STEPS, PROMPT_WORDS, NEW_TOKENS = 16, 40, 24
+STEPS, PROMPT_WORDS, NEW_TOKENS = 20, 40, 24
 HERE = Path(__file__).parent
 STEP = re.compile(r"Global step (\d+): (\{.*\})")
+REWARD = f'''
+def reward_func(queries, prompts, labels):
+    """Number of different even words in the response, over the most that it could have."""
+    words = queries[0].split()[len(prompts[0].split()):]
+    share = len({{word for word in words if int(word[1:]) % 2 == 0}}) / {NEW_TOKENS}
+    return {{"rewards": share, "scores": share, "extra_logs": {{}}}}
+'''
+# The loss of the first three has no importance weights: their ratios are clipped to 1, and vllm_kl is logged.
+PLAIN = ["--algo.advantage.is_correction_mode", "clip", "--algo.advantage.is_correction_threshold", "1", "1"]
+ARMS = {
+    "exact": ["--s3r.mode", "exact", *PLAIN],
+    "autoregressive": ["--s3r.mode", "autoregressive", *PLAIN],
+    "direct": ["--s3r.mode", "direct", *PLAIN],
+    "corrected": ["--s3r.mode", "direct", "--s3r.correction", "sparse-rl"],
+}
 METRICS = {
     "reward": "rollout/reward_mean",
     "mismatch": "vllm_kl",
@@ -28,22 +46,16 @@ METRICS = {
 }
 
 
-def run(out: Path, mode: str, seed: int, prefix: list[str]) -> None:
-    """Train once; leaves out/MODE-SEED.json, {metric: [value of each step]}."""
-    result = out / f"{mode}-{seed}.json"
+def run(out: Path, arm: str, seed: int, prefix: list[str]) -> None:
+    """Train once; leaves out/ARM-SEED.json, {metric: [value of each step]}."""
+    result = out / f"{arm}-{seed}.json"
     if result.exists():
         return
-    folder = out / f"{mode}-{seed}"
+    folder = out / f"{arm}-{seed}"
     openrlhf_toy.write(folder, openrlhf_toy.PROMPTS_PER_STEP * STEPS, PROMPT_WORDS)
+    (folder / "reward.py").write_text(REWARD)
     words = openrlhf_toy.arguments(folder, folder, STEPS, NEW_TOKENS)
-    words += [
-        "--s3r.mode",
-        mode,
-        f"--train.seed={seed}",
-        "--algo.advantage.is_correction_threshold",
-        "0",
-        "1e9",
-    ]
+    words += [*ARMS[arm], f"--train.seed={seed}"]
     cli = [sys.executable, "-m", "s3r_sglang.rl_integration.openrlhf.cli"]
     log = folder / "run.log"
     with log.open("w") as file:
@@ -124,8 +136,8 @@ def main() -> None:
     )
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--modes", nargs="+", default=["exact", "autoregressive", "direct"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--prefix", type=shlex.split, default=[], help="before each command, as 'nice -n 5'")
     args = parser.parse_args()
     if args.action == "report":
@@ -134,8 +146,8 @@ def main() -> None:
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
-        for mode in args.modes:
-            run(args.out, mode, seed, args.prefix)
+        for arm in args.arms:
+            run(args.out, arm, seed, args.prefix)
 
 
 if __name__ == "__main__":

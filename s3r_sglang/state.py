@@ -52,6 +52,8 @@ class RoundState:
         num_heads = model.num_attention_heads // model_runner.ps.tp_size
         layers, block_size = model.num_hidden_layers, config.draft_length + 1
         on_gpu = device.type == "cuda"
+        # Selection reads 16 bytes at a time only of rows whose length is known to be a multiple of 16.
+        row = -(-max_context // 16) * 16
         shape = (layers, max_batch, block_size, num_heads)
         return cls(
             config=config,
@@ -60,7 +62,7 @@ class RoundState:
             num_slots=max_batch + 1,
             draft_lse=torch.full(shape, -torch.inf, dtype=torch.float32, device=device),
             scores=(
-                torch.empty((max_batch, num_kv_heads, max_context), dtype=torch.float32, device=device)
+                torch.empty((max_batch, num_kv_heads, row), dtype=torch.float32, device=device)
                 if on_gpu
                 else None
             ),

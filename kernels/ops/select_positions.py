@@ -59,7 +59,8 @@ def _launch_kernel(scores, num_candidates, num_select, req_pool_indices, positio
     wanted = max(2 * positions.shape[2], triton.cdiv(width, GROUP)) + 4
     max_shortlist = min(block_n * triton.cdiv(wanted, block_n), 2**16 - block_n)
     scratch = positions.new_empty(2, batch_size * num_kv_heads, max_shortlist)
-    aligned = all(size % 4 == 0 for size in (width, scores.stride(0), scores.stride(1)))
+    # Triton knows of divisibility by 16 only.
+    aligned = all(size % 16 == 0 for size in (width, scores.stride(0), scores.stride(1)))
     _select_kernel[(num_kv_heads, batch_size)](
         scores, num_candidates, num_select, req_pool_indices, positions, scratch[0], scratch[1],
         scores.stride(0), scores.stride(1), positions.stride(0), positions.stride(1),

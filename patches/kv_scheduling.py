@@ -80,6 +80,23 @@ def count_pages_on_the_way(sizes: tuple[int, int], checker) -> tuple[int, int]:
     return sizes[0] + sum(one.num_pages for one in controller.core.restoring), sizes[1]
 
 
+def count_paused_in_load(load: Any, inquirer) -> Any:
+    """After `SchedulerLoadInquirer.get_loads`: paused requests are load, and in none of the queues it counts.
+
+    Load balancing over replicas would otherwise send the most requests to the replica under most pressure.
+    """
+    controller = getattr(inquirer.token_to_kv_pool_allocator, "s3r_kv", None)
+    if controller is not None:
+        core = controller.core
+        # Those on their way back are in no batch yet, but have their pages.
+        host_tokens = sum(one.num_pages for one in core.paused)
+        load.num_waiting_reqs += len(core.away)
+        load.num_total_tokens += host_tokens
+        load.num_active_tokens += host_tokens
+        load.queues.paused += len(core.paused)
+    return load
+
+
 def unpin(_, scheduler) -> None:
     """After `Scheduler.release_host_resources`, which ends the process."""
     controller = controller_of(scheduler)

@@ -148,6 +148,7 @@ _KV_COUNTERS = {
     "recomputed": "Requests prefilled again.",
     "restores": "Restorations.",
     "restore_seconds": "Sum of restoration latencies.",
+    "tokens": "Tokens that rounds have committed.",
 }
 
 

@@ -94,6 +94,11 @@ HOOKS = (
         kv_scheduling.count_pages_on_the_way,
     ),
     Hook(
+        f"{_SRT}.managers.scheduler_components.load_inquirer.SchedulerLoadInquirer.get_loads",
+        "AFTER",
+        kv_scheduling.count_paused_in_load,
+    ),
+    Hook(
         f"{_SRT}.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
         "AROUND",
         logits_processor.keep_dtype,

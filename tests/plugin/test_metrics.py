@@ -74,7 +74,7 @@ KV_WRITER = """
 from s3r_sglang.metrics import KVMetrics
 metrics = KVMetrics(1)
 names = ["limit", "active", "paused", "waiting", "utilization", "host_pages_used", "host_pages_peak"]
-names += ["pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds"]
+names += ["pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds", "tokens"]
 for shown in (3, 5):
     metrics.show({name: shown + i for i, name in enumerate(names)})
 """
@@ -97,7 +97,8 @@ def exported(writer, folder):
 def test_kv_metrics_are_states_and_totals(tmp_path):
     """Shown twice, 2 higher the second time: gauges and counters both have the second value."""
     gauges = ["limit", "active", "paused", "waiting", "utilization", "host_pages_used", "host_pages_peak"]
-    counters = ["pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds"]
+    counters = ["pauses", "repauses", "pages_out", "pages_in", "recomputed"]
+    counters += ["restores", "restore_seconds", "tokens"]
     values = exported(KV_WRITER, tmp_path)
     assert values == {
         **{f's3r_kv_{name}{{replica="1"}}': 5.0 + i for i, name in enumerate(gauges)},

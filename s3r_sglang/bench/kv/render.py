@@ -160,17 +160,21 @@ def _plot_requests(axes: Any, run: KvRun) -> None:
     for name, label, style in (
         ("limit", "limit C", {"color": "black", "linestyle": "--", "drawstyle": "steps-post"}),
         ("active", "active", {"color": "tab:blue"}),
-        ("waiting", "waiting", {"color": "lightgray"}),
+        ("waiting", "waiting", {"color": "darkgray"}),
         ("paused", "paused (backlog O)", {"color": "tab:red"}),
     ):
         axes.plot(times, [getattr(sample, name) for sample in run.samples], label=label, **style)
-    axes.set(title=f"{run.title}: {run.tokens_per_second:.0f} tok/s", ylabel="requests")
-    axes.legend(fontsize="small")
+    # All wait at first, in numbers that would flatten the other lines.
+    most = 1.4 * max(sample.limit for sample in run.samples)
+    axes.set(title=f"{run.title}: {run.tokens_per_second:.0f} tok/s", ylabel="requests", ylim=(0, most))
+    axes.legend(fontsize="small", loc="upper center", ncols=4)
 
 
 def _plot_utilization(axes: Any, run: KvRun) -> None:
     axes.plot([s.seconds for s in run.samples], [s.utilization for s in run.samples], color="tab:green")
-    for name in ("aimd_low_utilization", "aimd_high_utilization"):
-        if run.kv is not None and name in run.s3r_config:
-            axes.axhline(run.s3r_config[name], color="gray", linewidth=0.8, linestyle=":")
+    if run.variant == "aimd":
+        for name, style in (("low", ":"), ("high", "--")):
+            bound = run.s3r_config[f"aimd_{name}_utilization"]
+            axes.axhline(bound, color="gray", linewidth=0.8, linestyle=style, label=f"u_{name} {bound:g}")
+        axes.legend(fontsize="small", loc="lower left")
     axes.set(ylim=(0, 1.05), xlabel="seconds", ylabel="share of the KV pool in use")

@@ -69,9 +69,8 @@ class S3RConfig(BaseModel):
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="Seed of requests without one; unset: SGLang's --random-seed."
     )
-    # To become "aimd" once pause and restore have been measured on a GPU: they have run on a CPU only.
     kv_policy: Literal["recompute", "offload", "aimd"] = Field(
-        "recompute",
+        "aimd",
         description="When KV memory runs out: recompute (SGLang's retraction), offload (pause requests, their KV "
         "in host memory) or aimd (offload, and adapt how many requests are active).",
     )

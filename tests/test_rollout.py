@@ -295,7 +295,7 @@ def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
         "ratio",
         "Acceptance by draft position",
         "7 [0]:",
-        "KV of replica 0: recompute, limit",
+        "KV of replica 0: aimd, limit",
     )
     for words_of_the_summary in words:
         assert words_of_the_summary in done.stdout

@@ -69,7 +69,7 @@ def test_config_is_frozen():
             "recent_window 193 does not fit into min_budget 192: lower --s3r-recent-window",
         ),
         ({"kv_policy": "offlaod"}, "kv_policy must be 'recompute', 'offload' or 'aimd', not 'offlaod'"),
-        ({"kv_limit": 3}, "kv_limit is for kv_policy offload, not recompute: drop --s3r-kv-limit"),
+        ({"kv_limit": 3}, "kv_limit is for kv_policy offload, not aimd: drop --s3r-kv-limit"),
         ({"kv_host_gb": -1}, "kv_host_gb must be greater than or equal to 0, not -1; .*--s3r-kv-host-gb"),
         ({"aimd_decrease": 1}, "aimd_decrease must be less than 1, not 1; .*--s3r-aimd-decrease"),
         ({"aimd_minimum": 9, "aimd_maximum": 8}, "aimd_minimum 9 exceeds aimd_maximum 8"),

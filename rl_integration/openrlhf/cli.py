@@ -19,12 +19,11 @@ def main() -> int:
             return 0
         if not argv or argv[0] in ("-h", "--help"):
             options.parser().print_help()
-            print(
-                "\nAll other flags: python -m openrlhf.cli.train_ppo_ray --help, in the trainer's environment."
-            )
+            print(f"\nOpenRLHF's flags: s3r-openrlhf {options.HELP_ALL}")
             return 0 if argv else 2
-        # A wrong flag of ours is said before the trainer's environment is started.
-        options.parse(argv)
+        if argv != [options.HELP_ALL]:
+            # A wrong flag of ours is said before the trainer's environment is started.
+            options.parse(argv)
         return _train(argv)
     except environment.SetupError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,6 +17,10 @@ _SIGNATURES = {
     "logprobs_mode agent_func_path remote_rm_url max_images_per_prompt",
     "openrlhf.trainer.ray.vllm_engine.batch_vllm_engine_call": "engines method_name args rank_0_only kwargs",
     "openrlhf.trainer.ray.vllm_engine._load_agent_executor": "agent_func_path",
+    "openrlhf.trainer.ppo_trainer.BasePPOTrainer.fit": "self global_step",
+    "openrlhf.trainer.ppo_trainer.BasePPOTrainer.train_step": "self rollout_samples global_step",
+    "openrlhf.trainer.ppo_trainer.BasePPOTrainer.save_logs_and_checkpoints": "self global_step logs_dict "
+    "client_states",
     "openrlhf.trainer.ray.ppo_actor.ActorPPOTrainer.__init__": "self strategy actor ema_model actor_optim "
     "actor_scheduler ema_beta micro_train_batch_size buffer_limit buffer_cpu_offload eps_clip tokenizer "
     "dataloader_pin_memory vllm_engines kwargs",
@@ -55,11 +59,16 @@ def require_tested_version() -> None:
 def require_known_signatures() -> None:
     """Raise UnsupportedError if a function that is replaced or called has other parameters than the tested one."""
     for name, expected in _SIGNATURES.items():
-        found = " ".join(inspect.signature(_resolve(name)).parameters)
+        found = " ".join(_parameters(_resolve(name)))
         if found != expected:
             raise UnsupportedError(
                 f"{name} has the parameters ({found}), not ({expected}): OpenRLHF was changed"
             )
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters, without the one that Ray adds to the methods of an actor class and of its bases."""
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 
 def _resolve(name: str) -> Callable[..., Any]:
@@ -113,9 +122,7 @@ def require_engine_interface(engine: type) -> None:
 
     theirs = RolloutRayActor.__ray_metadata__.modified_class
     for name in _ENGINE_METHODS:
-        expected = list(inspect.signature(getattr(theirs, name)).parameters)
-        # Ray's own, added to the methods of an actor class.
-        expected = [parameter for parameter in expected if parameter != "_ray_trace_ctx"]
-        found = list(inspect.signature(getattr(engine, name)).parameters)
+        expected = _parameters(getattr(theirs, name))
+        found = _parameters(getattr(engine, name))
         if found != expected:
             raise UnsupportedError(f"RolloutRayActor.{name} has the parameters {expected}, ours {found}")

@@ -56,6 +56,9 @@ def setup(argv: Sequence[str]) -> None:
     uv = _uv(folder)
     if not python.exists():
         _run(uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder))
+    print(
+        f"installing OpenRLHF, DeepSpeed, Ray and PyTorch in {folder}: minutes", file=sys.stderr, flush=True
+    )
     install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
         overrides.write(f"{WITHOUT}; sys_platform == 'never'\n{torch}\n")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 MODES = ("exact", "direct", "autoregressive")
+# Prints OpenRLHF's own help.
+HELP_ALL = "--help-all"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Put our parts in the places of OpenRLHF's, in the driver, before its command line runs."""
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +42,42 @@ class EngineActor(RolloutEngine):
         )
 
 
-def install(options: Options) -> None:
-    """Replace OpenRLHF's engines and policy trainer, and check its arguments as soon as they are parsed.
+def install(options: Options, start_ray: Callable[[], None]) -> "Run":
+    """Replace OpenRLHF's engines and trainers, and check its arguments as soon as they are parsed.
+
+    Args:
+        start_ray: called once they are known to be good; a cluster's start takes long enough.
 
     Raises:
         compat.UnsupportedError: OpenRLHF is not what it was when this was written.
     """
     import openrlhf.trainer.ray
     import openrlhf.utils
+    from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import ppo_actor
+    from s3r_sglang.rl_integration.openrlhf.checkpoint import S3RTrainer
     from s3r_sglang.rl_integration.openrlhf.trainer import S3RActorTrainer
 
     compat.require_known_signatures()
     compat.require_engine_interface(RolloutEngine)
-    run = Run(options)
+    run = Run(options, start_ray)
+    # OpenRLHF would start Ray before it asks for the strategy, where we see its arguments.
+    ray.is_initialized = lambda: True
     openrlhf.utils.get_strategy = run.get_strategy
     openrlhf.trainer.ray.create_vllm_engines = run.create_engines
     # Ray sends the policy actor's class by value and, with it, this global of its module.
     ppo_actor.ActorPPOTrainer = S3RActorTrainer
+    ppo_trainer.PPOTrainer = ray.remote(S3RTrainer)
+    return run
 
 
 class Run:
     """One training run: our options, and OpenRLHF's arguments once they are known."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, start_ray: Callable[[], None]) -> None:
         self._options = options
+        self._start_ray = start_ray
+        self._ray_is_initialized = ray.is_initialized
         self._args: Any = None
 
     def get_strategy(self, args: Any) -> Any:
@@ -73,6 +85,8 @@ class Run:
         from openrlhf.utils.utils import get_strategy
 
         compat.require_supported(args)
+        ray.is_initialized = self._ray_is_initialized
+        self._start_ray()
         args.s3r = self._options
         if self._options.correction and args.algo.advantage.is_correction_level == "off":
             # Asks for the rollout's logprobs; the correction takes the place of OpenRLHF's own.
@@ -84,6 +98,12 @@ class Run:
 
             strategy.__class__ = CPUStrategy
         return strategy
+
+    def checkpoint(self, since: float) -> Path | None:
+        """Folder of the newest checkpoint that was written after `since` (seconds of the epoch)."""
+        from s3r_sglang.rl_integration.openrlhf.checkpoint import latest
+
+        return None if self._args is None else latest(Path(self._args.ckpt.path), since)
 
     def create_engines(self, *positional: Any, **_: Any) -> list[Any]:
         """In the place of OpenRLHF's `create_vllm_engines`.

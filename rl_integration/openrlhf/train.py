@@ -6,6 +6,7 @@ Runs in the trainer's environment.
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -25,25 +26,39 @@ WORKER_ENVIRONMENT = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit status."""
-    ours, theirs = options.parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == [options.HELP_ALL]:
+        runtime.prepare_worker()
+        # Ends by SystemExit, as argparse does.
+        _run_openrlhf(["--help"])
+    ours, theirs = options.parse(argv)
+    started = time.time()
+    run = None
     try:
         compat.require_tested_version()
         ours = environment.with_engine(ours)
         runtime.prepare_worker()
         from s3r_sglang.rl_integration.openrlhf import replace
 
-        replace.install(ours)
-        _start_ray()
-        sys.argv = [MODULE, *theirs]
-        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+        run = replace.install(ours, _start_ray)
+        _run_openrlhf(theirs)
     except (compat.UnsupportedError, environment.SetupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
         traceback.print_exc()
         print(f"error: the run stopped: {_cause(error)}", file=sys.stderr)
+        if run is not None and (checkpoint := run.checkpoint(started)):
+            print(
+                f"The newest checkpoint is {checkpoint}; --ckpt.load_enable goes on from it", file=sys.stderr
+            )
         return 1
     return 0
+
+
+def _run_openrlhf(argv: Sequence[str]) -> None:
+    sys.argv = [MODULE, *argv]
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 
 def _start_ray() -> None:

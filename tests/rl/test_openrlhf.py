@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,19 @@ from s3r_sglang.rl_integration.openrlhf import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="sets up a CPU trainer")]
 
-# Prepended to the reward function, which runs in the actor that owns the server. On call KILL_AT the first
+# Prepended to the reward function, which runs in the actor that owns the server. On the calls KILL_AT the first
 # responses of a step are in, and the server ends while it samples the others (it runs 4 requests at a time of 16).
 KILLER = """
-import contextlib, os, psutil
+import contextlib, itertools, os, psutil
 
-calls = 0
+calls = itertools.count(1)
 
-def count():
-    global calls
-    calls += 1
-    if calls == int(os.environ.get("KILL_AT", 0)):
+def count(prompt):
+    # OpenRLHF calls from several threads; this is atomic.
+    call = next(calls)
+    with open(os.environ["S3R_TEST_RUN"] + "/prompts.txt", "a") as file:
+        print(prompt, file=file)
+    if str(call) in os.environ.get("KILL_AT", "").split(","):
         for process in psutil.Process().children(recursive=True):
             # Short-lived children of the server may be gone by now.
             with contextlib.suppress(psutil.Error):
@@ -64,9 +67,10 @@ events.Reload()
 tags = events.Tags()["scalars"]
 print(json.dumps({tag.removeprefix("train/"): [event.value for event in events.Scalars(tag)] for tag in tags}))
 """
-# OpenRLHF's `vllm_kl`: mean of rollout minus trainer logprob over the tokens of a step. Both compute in bfloat16,
-# in different order; measured up to 6e-4.
+# OpenRLHF's `vllm_kl`: mean of rollout minus trainer logprob over the tokens of a step, here 256. Both compute in
+# bfloat16, in different order: 5e-4 in the mean of a run, 1.02e-3 in the worst of 148 steps. A missed update: 0.4.
 KL_IN_SYNC = 1e-3
+KL_OF_A_STEP = 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +89,7 @@ def toy(tmp_path_factory):
     """Folder with the toy task."""
     folder = tmp_path_factory.mktemp("toy")
     openrlhf_toy.write(folder, prompts=160)
-    reward = openrlhf_toy.REWARD.replace("    words =", "    count()\n    words =", 1)
+    reward = openrlhf_toy.REWARD.replace("    words =", "    count(prompts[0])\n    words =", 1)
     (folder / "reward.py").write_text(KILLER + reward)
     (folder / "agent.py").write_text(AGENT)
     return folder
@@ -133,6 +137,10 @@ class Run:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    def prompts(self):
+        """The prompts of all responses that were rewarded, in that order."""
+        return (self.folder / "prompts.txt").read_text().splitlines()
+
     def processes(self):
         """Ids of all processes that descend from this run, by the mark in their environment."""
         found = []
@@ -154,7 +162,9 @@ def start(trainer, toy, tmp_path):
     runs = []
 
     def factory(*args, **env):
-        runs.append(Run(trainer, toy, tmp_path, *args, **env))
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append(Run(trainer, toy, folder, *args, **env))
         return runs[-1]
 
     yield factory
@@ -162,25 +172,65 @@ def start(trainer, toy, tmp_path):
         run.kill()
 
 
-def test_the_reward_rises_in_sync_and_a_killed_server_costs_no_sample(start):
-    """Colocated, so that the server sleeps and wakes every step; killed in the middle of step 4's rollout."""
-    colocated = ["--train.colocate_all", "--vllm.enable_sleep", "--ds.zero_stage", "3"]
-    few = f"{openrlhf_toy.SERVER} --max-running-requests 4"
-    run = start(12, *colocated, "--s3r.server_args", few, KILL_AT="50")
-    steps = run.finish()
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--rollout.batchsize", "4"], 2, "unrecognized arguments: --rollout.batchsize 4"),
+        (["--ds.lora.rank", "8"], 2, "not supported with S3R rollouts: --ds.lora.rank: LoRA"),
+    ],
+)
+def test_wrong_flags_are_refused_before_ray_starts(start, flags, status, message):
+    run = start(1, *flags)
+    assert run.process.wait(120) == status, run.text()
+    assert message in run.text()
+    assert "Ray instance" not in run.text()
+
+
+def test_openrlhfs_help_is_there(trainer):
+    """In the trainer's environment its own command cannot be imported, for lack of vLLM."""
+    words = [trainer, "-m", "s3r_sglang.rl_integration.openrlhf.train", "--help-all"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--rollout.n_samples_per_prompt" in done.stdout
+
+
+def test_the_reward_rises_in_sync_and_killed_servers_cost_no_sample(start, tmp_path):
+    """Colocated, so that the server sleeps and wakes every step.
+
+    Killed in the middle of step 4's rollout the server is started again. Killed in that of step 9 it ends the run,
+    which is resumed.
+    """
+    flags = ["--train.colocate_all", "--vllm.enable_sleep", "--ds.zero_stage", "3"]
+    flags += ["--s3r.server_args", f"{openrlhf_toy.SERVER} --max-running-requests 4"]
+    flags += ["--ckpt.path", str(tmp_path / "checkpoints")]
+    first = start(12, *flags, "--s3r.restarts", "1", KILL_AT="50,130")
+    assert first.process.wait(600) == 1
+    assert "died again after 1 restarts (--s3r.restarts)" in first.text()
+    saved = tmp_path / "checkpoints" / "_actor" / "global_step8"
+    assert f"The newest checkpoint is {saved}; --ckpt.load_enable goes on from it" in first.text()
+    assert_gone(first)
+    second = start(12, *flags, "--ckpt.load_enable")
+    before, after = first.scalars(), second.finish()
+    assert before["s3r/server_restarts"] == [0, 0, 0, 1, 0, 0, 0, 0]
+    # Counted from the start and from the resumption.
+    assert (before["s3r/weight_version"], after["s3r/weight_version"]) == (list(range(8)), list(range(4)))
+    steps = {name: before[name] + after[name] for name in before}
     assert steps["rollout/num_samples"] == [16] * 12
-    assert steps["s3r/weight_version"] == list(range(12))
-    assert max(abs(kl) for kl in steps["vllm_kl"]) <= KL_IN_SYNC
+    assert max(abs(kl) for kl in steps["vllm_kl"]) <= KL_OF_A_STEP
+    assert sum(abs(kl) for kl in steps["vllm_kl"]) / 12 <= KL_IN_SYNC
+    # What was rewarded in whole steps: each prompt for one group of 4. Step 9 drew its prompts again.
+    prompts = Counter(first.prompts()[: 8 * 16] + second.prompts())
+    assert list(prompts.values()) == [4] * 48
+    assert set(first.prompts()[8 * 16 :]) <= set(second.prompts()[:16])
     rewards = steps["rollout/reward_mean"]
     assert sum(rewards[:3]) / 3 < 0.65
     assert sum(rewards[-3:]) / 3 > 0.85
-    assert steps["s3r/server_restarts"] == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     # S3R drafted: a round of the last step commits nearly seven tokens.
     assert 1 < steps["s3r/accept_length"][0] <= steps["s3r/accept_length"][-1] <= 7
     assert min(steps["s3r/tokens_per_second_per_gpu"]) > 0
     assert max(steps["s3r/kv_utilization_peak"]) <= 1
-    assert (run.folder / "model" / "model.safetensors").exists()
-    assert_gone(run)
+    assert (second.folder / "model" / "model.safetensors").exists()
+    assert_gone(second)
 
 
 def test_without_sync_the_policies_part_and_nothing_survives_a_killed_driver(start):
@@ -192,8 +242,8 @@ def test_without_sync_the_policies_part_and_nothing_survives_a_killed_driver(sta
     assert_gone(run)
     steps = run.scalars()
     assert steps["s3r/weight_version"][:8] == [0] * 8
-    assert abs(steps["vllm_kl"][0]) <= KL_IN_SYNC
-    assert max(abs(kl) for kl in steps["vllm_kl"][5:8]) > 100 * KL_IN_SYNC
+    assert abs(steps["vllm_kl"][0]) <= KL_OF_A_STEP
+    assert max(abs(kl) for kl in steps["vllm_kl"][5:8]) > 100 * KL_OF_A_STEP
 
 
 def test_agents_train_asynchronously_on_two_servers(start, toy):

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from s3r_sglang.rl_integration.client import PlacedGroup, Rollout, RolloutError
@@ -370,6 +373,86 @@ def test_in_asynchronous_training_a_lost_server_ends_the_run(monkeypatch, params
     asyncio.run(engine.set_trainers([]))
     with pytest.raises(GroupFailedError, match="no weights of the trainer"):
         generate(engine, params)
+
+
+# ---- the checkpoint of a run that stops
+
+
+class Loop:
+    """OpenRLHF's controller of synchronous training, reduced to its order of calls."""
+
+    def __init__(self, fails, save_steps):
+        self.fails = fails
+        self.args = SimpleNamespace(ckpt=SimpleNamespace(save_steps=save_steps))
+        self.saved, self.closed = [], []
+        self.tensorboard_logger, self.wandb_logger = (
+            SimpleNamespace(close=lambda: self.closed.append(1)),
+            None,
+        )
+
+    def fit(self, global_step=0):
+        while True:
+            self.reach("rollout", global_step + 1)
+            _, global_step = self.train_step([], global_step)
+            self.save_logs_and_checkpoints(global_step, {"a": 1}, {"global_step": global_step})
+            self.reach("evaluation", global_step)
+
+    def train_step(self, samples, global_step):
+        self.reach("update", global_step + 1)
+        return {}, global_step + 1
+
+    def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None):
+        if global_step % self.args.ckpt.save_steps == 0:
+            self.reach("checkpoint", global_step)
+            self.saved.append(client_states["global_step"])
+
+    def reach(self, *place):
+        if place in self.fails:
+            raise ServerError(str(place))
+
+
+@pytest.fixture
+def checkpoint(monkeypatch):
+    """The module, with `Loop` for OpenRLHF's controller."""
+    source = ModuleType("openrlhf.trainer.ppo_trainer")
+    source.PPOTrainer = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=Loop))
+    for name in ("openrlhf", "openrlhf.trainer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, source.__name__, source)
+    name = "s3r_sglang.rl_integration.openrlhf.checkpoint"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("fails", "save_steps", "saved"),
+    [
+        ([("rollout", 3)], math.inf, [2]),
+        ([("evaluation", 3)], math.inf, [3]),
+        # Saved already.
+        ([("rollout", 3)], 2, [2]),
+        # The weights may be those of no step or of one whose prompts the state does not have behind it.
+        ([("update", 4)], 2, [2]),
+        ([("rollout", 1)], math.inf, []),
+        # What stopped the run is reported, not what followed from it.
+        ([("rollout", 3), ("checkpoint", 2)], math.inf, []),
+    ],
+)
+def test_a_run_that_stops_saves_its_last_whole_step_once(checkpoint, fails, save_steps, saved):
+    loop = checkpoint.S3RTrainer(fails, save_steps)
+    with pytest.raises(ServerError, match=re.escape(str(fails[0]))):
+        loop.fit()
+    assert (loop.saved, loop.closed) == (saved, [1])
+
+
+def test_only_a_checkpoint_of_this_run_is_told(checkpoint, tmp_path):
+    assert checkpoint.latest(tmp_path, 0.0) is None
+    note = tmp_path / "_actor" / "latest"
+    note.parent.mkdir()
+    note.write_text("global_step8\n")
+    assert checkpoint.latest(tmp_path, 0.0) == tmp_path / "_actor" / "global_step8"
+    assert checkpoint.latest(tmp_path, note.stat().st_mtime + 1) is None
 
 
 # ---- metrics

@@ -66,6 +66,23 @@ def tiny_llama(tmp_path_factory):
     return folder, make_tiny_llama(folder, vocab_size=4)
 
 
+def is_greedy(model, prompt: list[int], response: list[int]) -> bool:
+    """Whether each token of a response has the highest logit of the dense model, given those before it.
+
+    Or one as high up to rounding, which is of half precision on a GPU.
+    """
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(response)[:, None])[:, 0]
+    slack = 0.03 if torch.cuda.is_available() else 1e-4
+    return bool((logits.amax(1) - chosen <= slack).all())
+
+
+@pytest.fixture(scope="session", name="is_greedy")
+def is_greedy_fixture():
+    return is_greedy
+
+
 @pytest.fixture(scope="module")
 def unused_port() -> int:
     return free_port()

@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
 SAMPLES = 3000
+# Of the logarithm of a response's probability: float32, and half precision on a GPU.
+ROUNDING = 0.03 if torch.cuda.is_available() else 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def reported_law(responses, outputs, size):
     law = np.zeros(size)
     for number in np.unique(responses):
         mine = totals[responses == number]
-        assert np.ptp(mine) < 1e-3, "the sparse policy is a function of the tokens"
+        assert np.ptp(mine) < ROUNDING, "the sparse policy is a function of the tokens"
         law[number] = np.exp(mine.mean())
     return law
 
@@ -45,7 +48,7 @@ def test_a_starved_budget_gives_the_sparse_law_and_not_the_dense_one(starved, ti
     dense = gate.enumerated_law(tiny_llama[1], gate.PROMPT, temperature=temperature)
     sparse = reported_law(responses, outputs, len(dense))
     missing = 1 - sparse.sum()
-    assert -1e-3 < missing < 0.05, "what was not sampled is rare"
+    assert -ROUNDING < missing < 0.05, "what was not sampled is rare"
     assert gate.p_value(responses, sparse) > 1e-4
     counts = np.bincount(responses, minlength=len(dense))
     distance = 0.5 * np.abs(counts / SAMPLES - dense / dense.sum()).sum()
@@ -112,5 +115,5 @@ def test_a_budget_that_covers_everything_gives_the_dense_law(starved, tiny_llama
     assert gate.p_value(responses, dense) > 1e-4
     sparse = reported_law(responses, outputs, len(dense))
     seen = sparse > 0
-    np.testing.assert_allclose(sparse[seen], dense[seen], rtol=1e-3)
+    np.testing.assert_allclose(sparse[seen], dense[seen], rtol=ROUNDING)
     assert {output["meta_info"]["s3r_faithful"] for output in outputs} == {False}

@@ -4,6 +4,8 @@ The draft is starved (3 of 24 and more positions), so it differs much from the p
 of the KV overwrite or of the index that is off shows in the law. `test_mutations.py` plants such errors.
 """
 
+import asyncio
+import contextlib
 import itertools
 
 import numpy as np
@@ -187,11 +189,31 @@ def test_group_with_a_seed_has_different_reproducible_samples(starved):
     assert len({tuple(ids) for ids in first}) == 4
 
 
+@contextlib.contextmanager
+def all_waiting(engine, count: int):
+    """The scheduler stands still until `count` requests wait: a GPU would be done with each as it comes."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    manager = engine.tokenizer_manager
+
+    async def go_on():
+        while (await manager.get_internal_state())[0]["s3r"]["kv"]["waiting"] < count:
+            await asyncio.sleep(0.1)
+        await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    engine.loop.run_until_complete(manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
+    manager.is_pause = False  # the tokenizer would keep all requests to itself
+    task = engine.loop.create_task(go_on())
+    yield
+    engine.loop.run_until_complete(task)
+
+
 def test_law_holds_across_pause_and_restore(current_engine, tiny_llama):
     """The KV of many requests goes to host memory and back, to other pages, between two rounds."""
     running = current_engine(tiny_llama[0], **PRESSED)
     law = enumerated_law(tiny_llama[1], PROMPT)
-    responses, acceptance = sample(running, [PROMPT] * SAMPLES, [{"temperature": 1.0}] * SAMPLES)
+    with all_waiting(running, SAMPLES):
+        responses, acceptance = sample(running, [PROMPT] * SAMPLES, [{"temperature": 1.0}] * SAMPLES)
     stats = running.get_server_info()["internal_states"][0]["s3r"]["kv"]
     assert stats["restores"] > SAMPLES / 10
     assert stats["pages_in"] == stats["pages_out"] > len(PROMPT) * SAMPLES / 10

@@ -8,13 +8,16 @@ import sys
 
 import pytest
 import torch
-from support import LOGPROB_TOLERANCE, SAMPLING, dense_logprobs, free_port, groups, prompt, stats
+from support import SAMPLING, dense_logprobs, free_port, groups, prompt, stats
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+# The server computes in half precision; other weights give logprobs that differ by one and more.
+HALF_TOLERANCE = 0.03
 
 TRAINER = """
 import sys
@@ -58,7 +61,7 @@ def test_a_trainer_without_sglang_sends_from_its_gpu(server, model, other_model,
         assert group["weight_version"] == "second"
         for response in group["responses"]:
             dense = dense_logprobs(other_model[1], prompt(0)["token_ids"], response["token_ids"])
-            assert response["logprobs"] == pytest.approx(dense, abs=10 * LOGPROB_TOLERANCE)
+            assert response["logprobs"] == pytest.approx(dense, abs=HALF_TOLERANCE)
 
 
 def post(server, action, tags):

@@ -32,14 +32,28 @@ def server_args():
 
 
 class SlowPager(Pager):
-    """Copies take a while, as on a GPU: whether they have ended is asked some times in vain."""
+    """Copies take a while, as on a GPU: whether they have ended is asked some times in vain, and until then the
+    pages hold something else."""
 
     def __init__(self, *args, chance: random.Random) -> None:
         super().__init__(*args)
         self.chance = chance
+        self.on_the_way = {}
+
+    def begin_restore(self, paused) -> None:
+        super().begin_restore(paused)
+        layers = self.host._layers
+        self.on_the_way[paused] = [layer[paused.pages] for layer in layers]
+        for layer in layers:
+            layer[paused.pages] = torch.nan
 
     def copied(self, paused) -> bool:
-        return super().copied(paused) and self.chance.random() < 0.4
+        if self.chance.random() < 0.6:
+            return False
+        if paused in self.on_the_way:
+            for layer, rows in zip(self.host._layers, self.on_the_way.pop(paused), strict=True):
+                layer[paused.pages] = rows
+        return super().copied(paused)
 
 
 @dataclass
@@ -117,7 +131,7 @@ class World:
         pages = self.table.req_to_token[req.req_pool_idx, :length].long()
         expected = self.rows(req, 0, length)
         for i, layer in enumerate(self.kv):
-            torch.testing.assert_close(layer[pages, 0], expected + 1000 * i, rtol=0, atol=0)
+            assert torch.equal(layer[pages, 0], expected + 1000 * i), "KV of other tokens"
 
     def _recompute(self, req) -> None:
         from sglang.srt.managers.schedule_batch import release_req
@@ -233,12 +247,15 @@ class World:
         assert not set(core.paused) & set(core.restoring)
         held = {}
         for req in [*self.running, *(one.req for one in core.restoring)]:
+            # All tokens but the last one have KV.
+            assert req.kv_committed_len == len(req.origin_input_ids) + len(req.output_ids) - 1
             assert req.kv_committed_len <= req.kv.kv_allocated_len
             span = slice(req.cache_protected_len, req.kv.kv_allocated_len)
             for page in self.table.req_to_token[req.req_pool_idx, span].tolist():
                 assert held.setdefault(page, req.rid) == req.rid, f"page {page} has two owners"
         for one in core.paused:
             assert one.req.kv.kv_allocated_len == one.req.cache_protected_len == one.start
+            assert one.length == len(one.req.origin_input_ids) + len(one.req.output_ids) - 1
         free = self.allocator.free_pages.tolist()
         assert not held.keys() & set(free), "a page that is free is in use"
         assert len(set(free)) == len(free), "a page is free twice"

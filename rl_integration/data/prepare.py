@@ -73,8 +73,8 @@ def prepare(
     for target in targets:
         if target.exists() and not force:
             raise DataError(f"{target} exists; pass --force to overwrite it")
-        if not target.parent.is_dir():
-            raise DataError(f"there is no folder {target.parent}")
+        if target.parent.exists() and not target.parent.is_dir():
+            raise DataError(f"{target.parent} is not a folder")
     rows, problems, conflicts = distinct(_problems(name, source, seed, limit))
     records = [record(name, problem, style) for problem in problems]
     records.sort(key=lambda line: line["id"])
@@ -83,6 +83,7 @@ def prepare(
     if holdout >= len(records):
         raise DataError(f"--holdout {holdout} would leave none of {len(records)} problems")
     parts = [records[holdout:], records[:holdout]]
+    out.parent.mkdir(parents=True, exist_ok=True)
     for target, part in zip(targets, parts, strict=False):
         _write(target, part)
     duplicates = rows - len(problems) - sum(conflicts.values())

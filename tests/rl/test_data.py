@@ -132,8 +132,10 @@ def test_unusable_arguments_are_refused(tmp_path):
         run(tmp_path, "aime26", source=tmp_path)
     with pytest.raises(DataError, match="would leave none of 3"):
         run(tmp_path, "aime26", holdout=3)
-    with pytest.raises(DataError, match="no folder"):
-        prepare("aime26", tmp_path / "absent" / "out.jsonl", source=source)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file is not a folder"):
+        prepare("aime26", tmp_path / "file" / "out.jsonl", source=source)
+    assert prepare("aime26", tmp_path / "new" / "folder" / "out.jsonl", source=source).written == 3
     run(tmp_path, "aime26")
     with pytest.raises(DataError, match="--force"):
         run(tmp_path, "aime26")

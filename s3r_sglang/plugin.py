@@ -24,6 +24,7 @@ from s3r_sglang.patches import (
     server_args,
     tokenizer_manager,
     verify_input,
+    weight_loading,
     weight_sync,
     weight_updater,
 )
@@ -51,6 +52,7 @@ class HookStatus:
 _SRT = "sglang.srt"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_WORKER = f"{_SRT}.managers.tp_worker.BaseTpWorker"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.__init__", "AROUND", server_args.init_with_s3r_fields),
@@ -66,6 +68,8 @@ HOOKS = (
     Hook(f"{_TOKENIZER}.release_memory_occupation", "AROUND", weight_sync.release_memory),
     Hook(f"{_TOKENIZER}.resume_memory_occupation", "AROUND", weight_sync.resume_memory),
     Hook(f"{_SRT}.utils.common.set_uvicorn_logging_configs", "AFTER", http_server.mount_rollout_service),
+    Hook(f"{_WORKER}.update_weights_from_tensor", "AROUND", weight_loading.load_all_or_refuse),
+    Hook(f"{_WORKER}.update_weights_from_distributed", "AROUND", weight_loading.load_all_or_refuse),
     Hook(f"{_UPDATER}.flush_cache_after_weight_update", "AROUND", weight_updater.flush_with_every_update),
     Hook(f"{_UPDATER}.release_memory_occupation", "AROUND", weight_updater.release_once),
     Hook(f"{_UPDATER}.resume_memory_occupation", "AROUND", weight_updater.resume_once),

@@ -7,6 +7,9 @@ from typing import Any
 
 from s3r_sglang.config import serves_rollouts
 
+# Header by which a sender names its update session; without it, an update belongs to whoever has one open.
+SESSION_HEADER = "x-s3r-session"
+
 # How long a release waits for the scheduler to finish the round in flight when all responses are already out.
 IDLE_SECONDS = 10.0
 
@@ -27,20 +30,23 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     Raises:
         Refused: 409, which SGLang's endpoints return; 400 for a parameter `wait` that is no boolean.
     """
-    from s3r_sglang.server.gate import Refused, gate_of, wants_wait
+    from s3r_sglang.server.gate import gate_of, wants_wait
 
     if not _applies(manager):
         return await original(manager, obj, request)
     gate = gate_of(manager)
     wait = wants_wait({} if request is None else request.query_params)
-    if "weights" in gate.sleeping:
-        raise Refused(409, 'The weights are released: call /resume_memory_occupation with tags ["weights"].')
+    _refuse_if_released(gate)
     aborts = getattr(obj, "abort_all_requests", False)
     if aborts:
         manager.abort_request(abort_all=True)
     elif manager.is_pause and gate.in_flight:
         raise gate.busy()
-    async with gate.exclusive(wait=aborts or wait):
+    async with _exclusive(gate, request, aborts or wait):
+        # Only now: while it waited, the engine may have gone to sleep, or another sender may have taken over.
+        _refuse_if_released(gate)
+        if request is not None and (session := request.headers.get(SESSION_HEADER)) is not None:
+            gate.check_session(session)
         # Counted before the outcome is known: an update that failed half-way has changed weights too.
         gate.weight_updates += 1
         if manager.is_pause:
@@ -80,7 +86,7 @@ async def release_memory(original: Callable[..., Awaitable[Any]], manager, obj, 
     gate = gate_of(manager)
     tags = _tags(obj)
     wait = wants_wait({} if request is None else request.query_params)
-    async with gate.exclusive(wait):
+    async with _exclusive(gate, request, wait):
         if manager.rid_to_state and not wait and not manager.is_pause:
             raise Refused(409, "Requests are in progress: abort them, or add ?wait=true.")
         async with _without_requests(manager):
@@ -94,10 +100,34 @@ async def resume_memory(original: Callable[..., Awaitable[Any]], manager, obj, r
 
     if not _applies(manager):
         return await original(manager, obj, request)
-    tags = _tags(obj)
-    result = await original(manager, obj, request)
-    gate_of(manager).sleeping -= tags
+    gate, tags = gate_of(manager), _tags(obj)
+    # A release that overlaps would be taken for undone: its tags leave `sleeping` when this one returns.
+    async with gate.changing:
+        result = await original(manager, obj, request)
+        gate.sleeping -= tags
     return result
+
+
+@contextlib.asynccontextmanager
+async def _exclusive(gate, request, wait: bool) -> AsyncIterator[None]:
+    """`Gate.exclusive`, unless the client goes away before its turn.
+
+    A change that nobody waits for any more must not happen later: a trainer that has given up sends again, and
+    nobody wakes an engine that went to sleep behind its back.
+    """
+    from s3r_sglang.server.disconnect import unless_disconnected
+
+    async with contextlib.AsyncExitStack() as stack:
+        entered = stack.enter_async_context(gate.exclusive(wait))
+        await (entered if request is None else unless_disconnected(request, entered))
+        yield
+
+
+def _refuse_if_released(gate) -> None:
+    from s3r_sglang.server.gate import Refused
+
+    if "weights" in gate.sleeping:
+        raise Refused(409, 'The weights are released: call /resume_memory_occupation with tags ["weights"].')
 
 
 @contextlib.asynccontextmanager

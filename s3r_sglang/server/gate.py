@@ -41,6 +41,7 @@ class Gate:
         sleeping: names of the memory regions that are released.
         weight_updates: weight updates taken since the start.
         session: key of the open update session, within which the weights may be partly updated, or None.
+        changing: held by whoever changes weights or memory; one after the other, in the order of arrival.
     """
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
@@ -50,6 +51,7 @@ class Gate:
         self.sleeping: set[str] = set()
         self.weight_updates = 0
         self.session: str | None = None
+        self.changing = asyncio.Lock()
         self._exclusive = 0
         self._changed = asyncio.Condition()
 
@@ -97,7 +99,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def exclusive(self, wait: bool) -> AsyncIterator[None]:
-        """Hold new groups back and run with none in flight.
+        """Hold new groups back and run with none in flight, and with no other change under way.
 
         Args:
             wait: wait for the groups in flight instead of refusing.
@@ -111,7 +113,8 @@ class Gate:
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.in_flight == 0)
-            yield
+            async with self.changing:
+                yield
         finally:
             # No await before the count is down: this also runs when the caller is cancelled.
             self._exclusive -= 1
@@ -141,12 +144,19 @@ class Gate:
         if key != self.session:
             raise Refused(409, "This update session is not open: another one took over, or it has ended.")
 
-    async def close_session(self, key: str) -> None:
-        """End the session and let groups in; raises Refused (409) if `key` is not that of the open one."""
-        self.check_session(key)
-        async with self._changed:
-            self.session = None
-            self._changed.notify_all()
+    @contextlib.asynccontextmanager
+    async def closing(self, key: str) -> AsyncIterator[None]:
+        """Run, then end the session and let groups in; no other trainer can take over meanwhile.
+
+        Raises:
+            Refused: 409 if `key` is not that of the open session.
+        """
+        async with self.changing:
+            self.check_session(key)
+            yield
+            async with self._changed:
+                self.session = None
+                self._changed.notify_all()
 
 
 def gate_of(tokenizer_manager: object) -> Gate:

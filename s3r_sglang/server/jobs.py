@@ -28,6 +28,7 @@ class Job:
         self._plans = plans
         self._results: asyncio.Queue[Group | GroupError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._aborted = False
 
     async def start(self) -> None:
         """Enter the gate and start sampling; raises Refused if the gate does not admit the request."""
@@ -42,6 +43,8 @@ class Job:
     async def _run(self, group: Plan, rid: str, updates: int) -> None:
         started = asyncio.get_running_loop().time()
         try:
+            if self._aborted:
+                return  # before SGLang knew the request, so it could not abort it
             result = await sample(self._manager, group, rid, updates, self._draft_length)
         finally:
             await self._gate.leave()
@@ -56,6 +59,7 @@ class Job:
 
     def abort(self) -> None:
         """Abort what is still running; harmless afterwards."""
+        self._aborted = True
         for rid, task in zip(self._rids, self._tasks, strict=False):
             if not task.done():
                 self._manager.abort_request(rid)

@@ -1,6 +1,5 @@
 """The HTTP surface of the rollout service: `/s3r/…` on SGLang's application."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from enum import Enum
@@ -11,10 +10,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 
 from s3r_sglang.config import config_of, is_self_sparse
 from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
+from s3r_sglang.server.disconnect import ClientGoneError, unless_disconnected
 from s3r_sglang.server.gate import Gate, Refused, gate_of, wants_wait
 from s3r_sglang.server.jobs import Job
 from s3r_sglang.server.middleware import (
@@ -35,12 +36,8 @@ from s3r_sglang.server.stats import Stats
 
 TAGS: list[str | Enum] = ["s3r"]
 NDJSON = "application/x-ndjson"
-# nginx's code for "client closed request": nobody receives it, the access log shows it.
-CLIENT_GONE = 499
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection before it had its answer."""
+# Line ends of Unicode that JSON does not escape, and that clients split lines at (httpx's iter_lines does).
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 class Commit(Strict):
@@ -86,7 +83,7 @@ class Service:
                 groups.plan, body, self.manager.tokenizer, self.limits, abandon_on_cancel=True
             )
             job = Job(self.manager, plans, self.stats, self.draft_length)
-            await _unless_disconnected(request, job.start())
+            await unless_disconnected(request, job.start())
         except ValidationError as fault:
             return error(400, sentence(fault, RolloutRequest))
         except groups.BadRequestError as fault:
@@ -96,14 +93,12 @@ class Service:
                 {"Retry-After": str(self.stats.retry_after())} if refusal.status_code in (429, 503) else {}
             )
             return error(refusal.status_code, refusal.detail, retry)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_GONE)
         if body.stream:
-            return StreamingResponse(_lines(job), media_type=NDJSON)
+            return GroupStream(job)
         try:
-            results = await _unless_disconnected(request, _collect(job))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_GONE)
+            results = await unless_disconnected(request, _collect(job))
+        except ClientGoneError as gone:
+            return error(gone.status_code, gone.detail)
         finally:
             job.abort()
         return Response(RolloutResponse(groups=results).model_dump_json(), media_type="application/json")
@@ -159,7 +154,8 @@ class Service:
     async def begin_update(self, request: Request) -> Response:
         """Close the gate for a weight update in several requests; 409 while groups are in flight."""
         try:
-            return JSONResponse({"session": await self.gate.open_session(wants_wait(request.query_params))})
+            opened = self.gate.open_session(wants_wait(request.query_params))
+            return JSONResponse({"session": await unless_disconnected(request, opened)})
         except Refused as refusal:
             return error(refusal.status_code, refusal.detail)
 
@@ -167,11 +163,10 @@ class Service:
         """Label the new weights, drop the prefix cache of the old ones, and open the gate."""
         try:
             body = Commit.model_validate_json(await _body(request))
-            self.gate.check_session(body.session)
-            await self.manager.flush_cache(timeout_s=10)
-            if body.weight_version is not None:
-                self.manager.record_config_updates("s3r.commit", weight_version=body.weight_version)
-            await self.gate.close_session(body.session)
+            async with self.gate.closing(body.session):
+                await self.manager.flush_cache(timeout_s=10)
+                if body.weight_version is not None:
+                    self.manager.record_config_updates("s3r.commit", weight_version=body.weight_version)
         except ValidationError as fault:
             return error(400, sentence(fault, Commit))
         except Refused as refusal:
@@ -238,33 +233,32 @@ def mount(app: FastAPI, state: Any) -> None:
 async def _body(request: Request) -> bytes:
     """The body, read by hand so that its size and its faults are answered in our words."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise Refused(
-                413, f"The body is larger than {MAX_BODY_BYTES} bytes: send fewer prompts at a time."
-            )
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise Refused(
+                    413, f"The body is larger than {MAX_BODY_BYTES} bytes: send fewer prompts at a time."
+                )
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
     return b"".join(parts)
 
 
-async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of the coroutine `work`; cancels it and raises ClientGoneError if the client goes away first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        gone.cancel()
-        task.cancel()
+class GroupStream(StreamingResponse):
+    """NDJSON, one line per group as it completes; what is left of `job` is aborted however the response ends."""
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(_lines(job), media_type=NDJSON)
+        self._job = job
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # Not in _lines: a client that is gone by now cancels a generator that was never entered.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.abort()
 
 
 async def _collect(job: Job) -> list[Any]:
@@ -273,9 +267,6 @@ async def _collect(job: Job) -> list[Any]:
 
 
 async def _lines(job: Job) -> AsyncIterator[str]:
-    try:
-        async with contextlib.aclosing(job.results()) as results:
-            async for result in results:
-                yield result.model_dump_json() + "\n"
-    finally:
-        job.abort()
+    async with contextlib.aclosing(job.results()) as results:
+        async for result in results:
+            yield result.model_dump_json().translate(LINE_ENDS) + "\n"

@@ -7,6 +7,11 @@ import pytest
 from s3r_sglang.server.gate import Gate, Refused, wants_wait
 
 
+async def commit(gate, session):
+    async with gate.closing(session):
+        pass
+
+
 async def settle():
     for _ in range(10):
         await asyncio.sleep(0)
@@ -81,7 +86,7 @@ def test_a_group_whose_client_left_while_it_was_held_is_not_counted():
         assert gate.held == 5
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
-        await gate.close_session(session)
+        await commit(gate, session)
         assert (gate.held, gate.in_flight) == (0, 0)
 
     asyncio.run(scenario())
@@ -100,7 +105,7 @@ def test_the_queue_is_bounded_and_counts_what_is_held():
         assert refusal.value.status_code == 429
         await gate.leave()
         await gate.leave()
-        await gate.close_session(await update)
+        await commit(gate, await update)
         await held
         assert gate.in_flight == 2
 
@@ -114,11 +119,47 @@ def test_a_session_holds_groups_back_until_it_is_committed_by_its_own_key():
         held = asyncio.create_task(gate.enter(1))
         second = await gate.open_session(wait=False)
         with pytest.raises(Refused, match="another one took over"):
-            await gate.close_session(first)
+            await commit(gate, first)
         await settle()
         assert not held.done()
-        await gate.close_session(second)
+        await commit(gate, second)
         await asyncio.wait_for(held, 1)
+
+    asyncio.run(scenario())
+
+
+def test_no_other_session_begins_while_one_is_being_closed():
+    """Its label would name the weights of the other."""
+
+    async def scenario():
+        gate = Gate()
+        first = await gate.open_session(wait=False)
+        async with gate.closing(first):
+            second = asyncio.create_task(gate.open_session(wait=False))
+            await settle()
+            assert not second.done()
+        assert await second == gate.session != first
+
+    asyncio.run(scenario())
+
+
+def test_changes_come_one_after_the_other():
+    async def scenario():
+        gate, order = Gate(), []
+
+        async def change(name):
+            async with gate.exclusive(wait=True):
+                order.append(name)
+                await settle()
+                order.append(name)
+
+        await gate.enter(1)
+        tasks = [asyncio.create_task(change(name)) for name in "ab"]
+        await settle()
+        await gate.leave()
+        await asyncio.gather(*tasks)
+        assert order == ["a", "a", "b", "b"]
+        assert not gate.closed
 
     asyncio.run(scenario())
 
@@ -133,7 +174,7 @@ def test_a_sleeping_engine_refuses_at_once_and_those_it_held():
         with pytest.raises(Refused, match="asleep \\(kv_cache released\\)") as refusal:
             await gate.enter(1)
         assert refusal.value.status_code == 503
-        await gate.close_session(session)
+        await commit(gate, session)
         with pytest.raises(Refused, match="asleep"):
             await held
         assert (gate.held, gate.in_flight) == (0, 0)
@@ -153,7 +194,7 @@ def test_nothing_is_generated_asleep_or_between_old_and_new_weights():
         with pytest.raises(Refused, match="being updated") as refusal:
             gate.refuse_generation()
         assert refusal.value.status_code == 503
-        await gate.close_session(session)
+        await commit(gate, session)
         gate.refuse_generation()
 
     asyncio.run(scenario())

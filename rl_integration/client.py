@@ -8,12 +8,14 @@ piece or not at all, none can appear twice or mix two replicas.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+from s3r_sglang.rl_integration.urls import base_urls
 
 from s3r_sglang.faults import sentence
 from s3r_sglang.server.protocol import Group, GroupError, Prompt, RolloutRequest, Sampling, group_seed
@@ -22,12 +24,16 @@ from s3r_sglang.server.protocol import Group, GroupError, Prompt, RolloutRequest
 PROBE_SECONDS = 1.0
 # While no replica is ready, the log says so this often.
 WAITING_SECONDS = 10.0
+# A replica with groups in progress is asked this often whether it is still there.
+WATCH_SECONDS = 10.0
 # Answers that no waiting will change, and what to do about them.
 HOPELESS = {
     401: "give the server's --api-key as api_key",
     403: "give the server's --api-key as api_key",
     404: "it serves no rollouts; start it with --speculative-algorithm self-sparse",
 }
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +74,14 @@ class Rollout:
 
 @dataclass
 class _Replica:
-    """`state` is what the last probe found, for people."""
+    """`state` is what the last probe found, for people; `watch` asks for a sign of life, for all its groups."""
 
     url: str
     outstanding: int = 0
     up: bool = True
     probed: float = field(default=0.0)
     state: str = ""
+    watch: asyncio.Task[httpx.TransportError | None] | None = None
 
 
 class AsyncRolloutClient:
@@ -87,6 +94,11 @@ class AsyncRolloutClient:
         recover_seconds: how long to wait for a replica when none is ready, be it starting or lost; the log says
             meanwhile what is waited for.
         max_attempts: how often one group is tried when replicas are lost under it.
+        silent_seconds: a replica with groups in progress is lost if it answers nothing at all for so long; one
+            that is frozen, or whose host is gone, closes no connection.
+
+    Raises:
+        ValueError: no address, or one that is no URL.
     """
 
     def __init__(
@@ -97,12 +109,11 @@ class AsyncRolloutClient:
         max_outstanding: int = 64,
         recover_seconds: float = 120.0,
         max_attempts: int = 5,
+        silent_seconds: float = 60.0,
     ) -> None:
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls:
-            raise ValueError("at least one URL is needed")
-        self._replicas = [_Replica(url.rstrip("/")) for url in urls]
-        self._slots = asyncio.Semaphore(max_outstanding * len(urls))
+        self._replicas = [_Replica(url) for url in base_urls(urls)]
+        self._slots = asyncio.Semaphore(max_outstanding * len(self._replicas))
+        self._silent_seconds = silent_seconds
         self._recover_seconds = recover_seconds
         self._max_attempts = max_attempts
         self._said = -WAITING_SECONDS
@@ -118,6 +129,9 @@ class AsyncRolloutClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for replica in self._replicas:
+            if replica.watch is not None:
+                replica.watch.cancel()
         await self._http.aclose()
 
     async def rollout(
@@ -160,7 +174,8 @@ class AsyncRolloutClient:
             body = RolloutRequest.model_validate(fields | {"sampling": _fields(sampling or {}), "seed": seed})
         except ValidationError as error:
             raise ValueError(sentence(error, RolloutRequest)) from None
-        tasks = [asyncio.create_task(self._group(body, index)) for index in range(len(body.prompts))]
+        contents = [_content(body, index) for index in range(len(body.prompts))]
+        tasks = [asyncio.create_task(self._group(content, index)) for index, content in enumerate(contents)]
         try:
             for next_done in asyncio.as_completed(tasks):
                 yield await next_done
@@ -170,13 +185,7 @@ class AsyncRolloutClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _group(self, body: RolloutRequest, index: int) -> PlacedGroup | GroupError:
-        prompt = body.prompts[index]
-        if prompt.seed is None and body.seed is not None:
-            prompt = prompt.model_copy(update={"seed": group_seed(body.seed, index)})
-        content = body.model_copy(update={"prompts": [prompt], "seed": None}).model_dump_json(
-            exclude_none=True
-        )
+    async def _group(self, content: str, index: int) -> PlacedGroup | GroupError:
         async with self._slots:
             result, replica, attempts = await self._dispatch(content)
         placed = {**result, "prompt_index": index}
@@ -207,9 +216,7 @@ class AsyncRolloutClient:
     async def _post(self, replica: _Replica, content: str) -> dict[str, Any]:
         """One group of `replica`; waits as long as it asks to when its queue is full, for nothing is sampled."""
         while True:
-            response = await self._http.post(
-                f"{replica.url}/s3r/rollout", content=content, headers={"Content-Type": "application/json"}
-            )
+            response = await self._watched_post(replica, content)
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 break
             await asyncio.sleep(float(response.headers.get("Retry-After", PROBE_SECONDS)))
@@ -217,6 +224,30 @@ class AsyncRolloutClient:
             advice = HOPELESS.get(response.status_code) or _message(response)
             raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")
         return response.json()["groups"][0]
+
+    async def _watched_post(self, replica: _Replica, content: str) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        post = asyncio.create_task(
+            self._http.post(f"{replica.url}/s3r/rollout", content=content, headers=headers)
+        )
+        try:
+            while not (await asyncio.wait({post}, timeout=min(WATCH_SECONDS, self._silent_seconds)))[0]:
+                if replica.watch is None or replica.watch.done():
+                    replica.watch = asyncio.create_task(self._sign_of_life(replica))
+                await asyncio.wait({post, replica.watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not post.done() and (silence := replica.watch.result()) is not None:
+                    raise silence
+            return post.result()
+        finally:
+            post.cancel()
+
+    async def _sign_of_life(self, replica: _Replica) -> httpx.TransportError | None:
+        """None if there is one, which any answer is, whatever it says."""
+        try:
+            await self._http.get(f"{replica.url}/s3r/ready", timeout=self._silent_seconds)
+        except httpx.TransportError as error:
+            return error
+        return None
 
     async def _least_loaded(self) -> _Replica:
         started = time.monotonic()
@@ -248,7 +279,8 @@ class AsyncRolloutClient:
             return
         replica.probed = time.monotonic()
         try:
-            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=5.0)
+            timeout = min(5.0, self._silent_seconds)
+            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=timeout)
         except httpx.TransportError as error:
             replica.state = _does_not_answer(error)
             return
@@ -270,7 +302,7 @@ class RolloutClient:
     """
 
     def __init__(self, urls: str | Sequence[str], **options: Any) -> None:
-        self._arguments = (urls, options)
+        self._arguments = (base_urls(urls), options)
 
     def rollout(
         self,
@@ -285,7 +317,7 @@ class RolloutClient:
             async with self._client() as client:
                 return await client.rollout(prompts, group_size, sampling, seed)
 
-        return asyncio.run(run())
+        return _run(run)
 
     def stats(self) -> list[dict[str, Any]]:
         """See `AsyncRolloutClient.stats`."""
@@ -294,11 +326,34 @@ class RolloutClient:
             async with self._client() as client:
                 return await client.stats()
 
-        return asyncio.run(run())
+        return _run(run)
 
     def _client(self) -> AsyncRolloutClient:
         urls, options = self._arguments
         return AsyncRolloutClient(urls, **options)
+
+
+def _run(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(call())
+    raise RuntimeError(
+        "RolloutClient cannot wait inside a running event loop, and a notebook has one: "
+        "use AsyncRolloutClient and await."
+    )
+
+
+def _content(body: RolloutRequest, index: int) -> str:
+    """The request for the group of one prompt of `body`; raises ValueError for metadata that JSON cannot hold."""
+    prompt = body.prompts[index]
+    if prompt.seed is None and body.seed is not None:
+        prompt = prompt.model_copy(update={"seed": group_seed(body.seed, index)})
+    try:
+        single = body.model_copy(update={"prompts": [prompt], "seed": None})
+        return single.model_dump_json(exclude_none=True)
+    except PydanticSerializationError as error:
+        raise ValueError(f"prompts.{index}.metadata: JSON cannot hold it ({error}).") from None
 
 
 def _fields(value: Any) -> dict[str, Any]:

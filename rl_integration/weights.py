@@ -3,11 +3,13 @@
 A model takes more than one request. The whole update runs inside a session of the server (`/s3r/weights/…`),
 which holds new groups back until the last bucket is in and the version is set, so that nothing is ever sampled
 from weights that are partly old. An update that fails leaves the session open for the same reason: send again.
+Of two senders at once, the one that began later wins, and the other is told so.
 """
 
 import base64
 import contextlib
 import io
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -18,8 +20,13 @@ import httpx
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to send tensors
 from s3r_sglang.rl_integration.process_group import init_process_group
+from s3r_sglang.rl_integration.urls import base_urls
+
+# Names the session; the server refuses an update of one that another sender has taken over.
+SESSION_HEADER = "X-S3R-Session"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedBuckets = Iterator[list[tuple[str, torch.Tensor]]]
 
 
 class WeightSyncError(RuntimeError):
@@ -44,7 +51,7 @@ class WeightSender:
         bucket_bytes: int = 512 << 20,
         timeout: float = 600.0,
     ) -> None:
-        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.urls = base_urls(urls)
         self.bucket_bytes = bucket_bytes
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, timeout=timeout
@@ -65,7 +72,7 @@ class WeightSender:
             WeightSyncError: a server refused or failed.
         """
         sessions = self._begin(wait)
-        self._post_all("/update_weights_from_disk", {"model_path": str(path)})
+        self._post_all("/update_weights_from_disk", {"model_path": str(path)}, sessions)
         self._commit(sessions, version)
 
     def send(self, parameters: NamedTensors, version: str, *, wait: bool = True) -> None:
@@ -79,16 +86,26 @@ class WeightSender:
             version, wait: as in `send_path`.
 
         Raises:
-            WeightSyncError: a server refused or failed.
+            ValueError: no parameters; nothing has been sent.
+            WeightSyncError: a server refused or failed, or does not have a parameter of this name or shape.
         """
+        parts = self._buckets(parameters)
         sessions = self._begin(wait)
         tp_sizes = self._tp_sizes()
-        for bucket in buckets(parameters, self.bucket_bytes):
+        for bucket in parts:
             payload = serialize(bucket)
-            for url, tp_size in zip(self.urls, tp_sizes, strict=True):
+            for url, tp_size, session in zip(self.urls, tp_sizes, sessions, strict=True):
                 body = {"serialized_named_tensors": [payload] * tp_size, "flush_cache": False}
-                self._post(url, "/update_weights_from_tensor", body)
+                self._post(url, "/update_weights_from_tensor", body, session)
         self._commit(sessions, version)
+
+    def _buckets(self, parameters: NamedTensors) -> NamedBuckets:
+        """At least one bucket: without any, a commit would give the old weights a new label."""
+        parts = buckets(parameters, self.bucket_bytes)
+        first = next(parts, None)
+        if first is None:
+            raise ValueError("there are no parameters to send (a generator can be used only once)")
+        return itertools.chain([first], parts)
 
     def _tp_sizes(self) -> list[int]:
         # Not from /server_info, which takes another key where the server has two.
@@ -102,13 +119,27 @@ class WeightSender:
         for url, session in zip(self.urls, sessions, strict=True):
             self._post(url, "/s3r/weights/commit", {"session": session, "weight_version": version})
 
-    def _post_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _post_all(
+        self, path: str, body: dict[str, Any], sessions: Sequence[str | None] | None = None
+    ) -> list[dict[str, Any]]:
         """POST to all servers at once; raises the first failure after all have answered."""
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return [future.result() for future in [pool.submit(self._post, u, path, body) for u in self.urls]]
+            futures = self._submit(pool, path, [body] * len(self.urls), sessions)
+        return [future.result() for future in futures]
 
-    def _post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._checked(url, path, lambda: self._http.post(f"{url}{path}", json=body))
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        path: str,
+        bodies: list[dict[str, Any]],
+        sessions: Sequence[str | None] | None = None,
+    ) -> list[Future[dict[str, Any]]]:
+        arguments = zip(self.urls, bodies, sessions or [None] * len(self.urls), strict=True)
+        return [pool.submit(self._post, url, path, body, session) for url, body, session in arguments]
+
+    def _post(self, url: str, path: str, body: dict[str, Any], session: str | None = None) -> dict[str, Any]:
+        headers = {SESSION_HEADER: session} if session else {}
+        return self._checked(url, path, lambda: self._http.post(f"{url}{path}", json=body, headers=headers))
 
     def _get(self, url: str, path: str) -> dict[str, Any]:
         return self._checked(url, path, lambda: self._http.get(f"{url}{path}"))
@@ -169,8 +200,9 @@ class DistributedSender(WeightSender):
 
     def send(self, parameters: NamedTensors, version: str, *, wait: bool = True) -> None:
         """Broadcast tensors; arguments and errors as in `WeightSender.send`."""
+        parts = self._buckets(parameters)
         sessions = self._begin(wait)
-        for bucket in buckets(parameters, self.bucket_bytes):
+        for bucket in parts:
             body = {
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -180,7 +212,9 @@ class DistributedSender(WeightSender):
             }
             tensors = [tensor.contiguous() for _, tensor in bucket]
             with _pool(len(self.urls)) as pool:
-                replies = self._submit(pool, "/update_weights_from_distributed", [body] * len(self.urls))
+                replies = self._submit(
+                    pool, "/update_weights_from_distributed", [body] * len(self.urls), sessions
+                )
                 # Waited for only after all servers have said that they took part.
                 transfers = [
                     torch.distributed.broadcast(tensor, src=0, group=self._group, async_op=True)
@@ -190,11 +224,6 @@ class DistributedSender(WeightSender):
                 for transfer in transfers:
                     transfer.wait()
         self._commit(sessions, version)
-
-    def _submit(
-        self, pool: ThreadPoolExecutor, path: str, bodies: list[dict[str, Any]]
-    ) -> list[Future[dict[str, Any]]]:
-        return [pool.submit(self._post, url, path, body) for url, body in zip(self.urls, bodies, strict=True)]
 
     def close(self) -> None:
         """Dissolve the process group and close the connections."""
@@ -220,7 +249,7 @@ def _first_failure(futures: Sequence[Future[Any]]) -> None:
         future.result()
 
 
-def buckets(parameters: NamedTensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(parameters: NamedTensors, size: int) -> NamedBuckets:
     """Split (name, tensor) pairs into lists of at most `size` bytes, or of one tensor that is larger."""
     bucket: list[tuple[str, torch.Tensor]] = []
     filled = 0

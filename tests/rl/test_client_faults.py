@@ -1,12 +1,16 @@
 """What the client says when there is no server, not the right one, or a mistake in the arguments."""
 
+import asyncio
 import http.server
 import logging
+import socket
 import threading
+import time
 
 import pytest
 from s3r_sglang.rl_integration import client
 from s3r_sglang.rl_integration.client import RolloutClient, RolloutError
+from s3r_sglang.rl_integration.weights import WeightSender
 
 PROMPT = {"id": 1, "prompt": "a"}
 NOBODY = "http://127.0.0.1:9"
@@ -57,6 +61,47 @@ def test_a_mistake_in_the_arguments_is_one_sentence_and_nothing_is_sent(argument
         RolloutClient(NOBODY).rollout(*arguments)
     assert str(error.value).endswith(fault)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "localhost", "", "ftp://a", "http://"])
+def test_an_address_that_is_no_url_is_a_mistake_too(url):
+    for sender in (RolloutClient, WeightSender):
+        with pytest.raises(ValueError, match=r"is no address of a server.*write http://HOST:PORT"):
+            sender([NOBODY, url])
+    with pytest.raises(ValueError, match="at least one URL"):
+        RolloutClient([])
+
+
+def test_metadata_that_json_cannot_hold_is_a_mistake_and_nothing_is_sent():
+    prompts = [PROMPT, {"id": 2, "prompt": "a", "metadata": {"answer": object()}}]
+    with pytest.raises(ValueError, match=r"prompts\.1\.metadata: JSON cannot hold it"):
+        RolloutClient(NOBODY, recover_seconds=60).rollout(prompts, 1)
+
+
+def test_a_label_without_weights_is_refused_before_anything_is_sent():
+    used = iter([])
+    with pytest.raises(ValueError, match="no parameters to send"):
+        WeightSender(NOBODY).send(used, "step-1")
+
+
+def test_inside_an_event_loop_the_other_client_is_named():
+    async def notebook():
+        RolloutClient(NOBODY).rollout([PROMPT], 1)
+
+    with pytest.raises(RuntimeError, match="use AsyncRolloutClient"):
+        asyncio.run(notebook())
+
+
+def test_a_replica_that_freezes_is_noticed(monkeypatch):
+    """It accepts connections, as the kernel does for a stopped process, and says nothing."""
+    monkeypatch.setattr(client, "WATCH_SECONDS", 0.1)
+    prompts = [{**PROMPT, "id": n} for n in range(3)]
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(RolloutError, match=r"no replica was ready for 0\.2 seconds .*ReadTimeout"):
+            RolloutClient(url, silent_seconds=0.5, recover_seconds=0.2).rollout(prompts, 1)
+        assert 0.5 < time.monotonic() - started < 30
 
 
 def test_waiting_is_logged_at_once_and_then_now_and_again(monkeypatch, caplog):

@@ -244,9 +244,12 @@ class AsyncRolloutClient:
     async def _sign_of_life(self, replica: _Replica) -> httpx.TransportError | None:
         """None if there is one, which any answer is, whatever it says."""
         try:
-            await self._http.get(f"{replica.url}/s3r/ready", timeout=self._silent_seconds)
+            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=self._silent_seconds)
         except httpx.TransportError as error:
             return error
+        if response.status_code != httpx.codes.OK:
+            # An update that its trainer never commits would hold the groups back for ever.
+            logger.warning("%s has groups to sample, but: %s", replica.url, _message(response))
         return None
 
     async def _least_loaded(self) -> _Replica:

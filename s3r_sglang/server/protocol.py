@@ -1,9 +1,10 @@
 """What goes over the wire at `/s3r/rollout`, checked strictly: unknown fields and wrong types are refused."""
 
+import math
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from s3r_sglang.sampling import request_seed
 
@@ -26,6 +27,19 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _check_finite(value: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity; pydantic reads them, and would answer null."""
+    rest: list[Any] = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"holds {item}, which JSON has no number for")
+        if isinstance(item, dict | list):
+            rest.extend(item.values() if isinstance(item, dict) else item)
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 PromptId = Annotated[str | int, BeforeValidator(_check_id, json_schema_input_type=NonEmpty | int)]
 Stop = Annotated[
     list[NonEmpty],
@@ -66,7 +80,7 @@ class Prompt(Strict):
     token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     max_new_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> "Prompt":

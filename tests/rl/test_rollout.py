@@ -98,6 +98,16 @@ def test_streamed_groups_come_one_by_one(server):
     assert arrivals == [("p1", 1), ("p0", 0)]
 
 
+def test_every_group_is_one_line_whatever_its_id(server):
+    """httpx splits lines where Unicode ends them, too."""
+    names = ["a\nb", "c\u2028d", "e\x85f", "g\u2029h", "i\x1ej\r\n"]
+    prompts = [{**prompt(n), "id": name, "max_new_tokens": 1} for n, name in enumerate(names)]
+    body = {"prompts": prompts, "group_size": 1, "stream": True}
+    with httpx.stream("POST", f"{server.url}/s3r/rollout", json=body, timeout=300) as response:
+        lines = [json.loads(line) for line in response.iter_lines()]
+    assert sorted(line["prompt_id"] for line in lines) == sorted(names)
+
+
 MALFORMED = {
     "not JSON": (b"{", "Invalid JSON"),
     "invalid UTF-8": (b'{"prompts": "\xff\xfe"}', "Invalid JSON"),
@@ -144,6 +154,19 @@ MALFORMED = {
         {"prompts": [{"id": 1, "prompt": "t2", "metadata": "a"}]},
         "prompts.0.metadata: must be an object",
     ),
+    "NaN in metadata": (
+        b'{"prompts":[{"id":1,"prompt":"t2","metadata":{"a":[{"b":NaN}]}}],"group_size":1}',
+        "prompts.0.metadata: holds nan",
+    ),
+    "too large a number in metadata": (
+        b'{"prompts":[{"id":1,"prompt":"t2","metadata":{"a":1e999}}],"group_size":1}',
+        "prompts.0.metadata: holds inf",
+    ),
+    "nested too deep": (
+        b'{"prompts":[{"id":1,"prompt":"t2","metadata":{"a":' + b"[" * 5000 + b"]" * 5000 + b"}}]}",
+        "Invalid JSON: recursion limit exceeded",
+    ),
+    "an id of 5,000 digits": (b'{"prompts":[{"id":1' + b"0" * 5000 + b"}]}", "Invalid JSON: number out of"),
     "temperature below 0": ({"sampling": {"temperature": -1.0}}, "sampling.temperature"),
     "top_p above 1": ({"sampling": {"top_p": 1.5}}, "sampling.top_p"),
     "top_k 0": ({"sampling": {"top_k": 0}}, "top_k must be -1 (off) or at least 1"),

@@ -239,7 +239,12 @@ def parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8)
     add("--max-new-tokens", type=int, default=16)
     add("--ignore-eos", action="store_true", help="all responses have --max-new-tokens tokens")
-    add("--learning-rate", type=float, default=1e-2)
+    add(
+        "--learning-rate",
+        type=float,
+        default=1e-2,
+        help="of AdamW; the default is for a tiny random model, one that was trained takes about 1e-6",
+    )
     add("--clip", type=float, nargs=2, default=(0.2, 0.28))
     add("--mini-batch", type=int, default=0, help="responses per optimizer step; 0: all of a step")
     add("--micro-batch", type=int, default=64, help="responses per forward")

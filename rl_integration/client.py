@@ -35,11 +35,18 @@ HOPELESS = {
 
 T = TypeVar("T")
 
+# Answers of a replica that is asleep, or of a proxy before one that is starting: nothing was sampled.
+NOT_READY = (502, 503, 504)
+
 logger = logging.getLogger(__name__)
 
 
 class RolloutError(RuntimeError):
     """A rollout could not be completed; the message says at which replica and why."""
+
+
+class _NotReadyError(Exception):
+    """A replica cannot take a group now."""
 
 
 class PlacedGroup(Group):
@@ -91,8 +98,8 @@ class AsyncRolloutClient:
         urls: base URL of a server, or of several that serve the same weights.
         api_key: SGLang's --api-key.
         max_outstanding: groups in progress per replica.
-        recover_seconds: how long to wait for a replica when none is ready, be it starting or lost; the log says
-            meanwhile what is waited for.
+        recover_seconds: how long to wait for a replica when none is ready, be it starting, asleep or lost; the
+            log says meanwhile what is waited for.
         max_attempts: how often one group is tried when replicas are lost under it.
         silent_seconds: a replica with groups in progress is lost if it answers nothing at all for so long; one
             that is frozen, or whose host is gone, closes no connection.
@@ -198,20 +205,25 @@ class AsyncRolloutClient:
         return group
 
     async def _dispatch(self, content: str) -> tuple[dict[str, Any], _Replica, int]:
-        lost: httpx.TransportError | None = None
-        for attempt in range(1, self._max_attempts + 1):
+        attempt, turned_away = 1, time.monotonic()
+        while True:
             replica = await self._least_loaded()
             replica.outstanding += 1
             try:
                 return await self._post(replica, content), replica, attempt
+            except _NotReadyError as error:
+                replica.up, replica.state = False, str(error)
+                if time.monotonic() - turned_away > self._recover_seconds:
+                    raise RolloutError(f"{replica.url} {error}") from None
             except httpx.TransportError as error:
-                lost = error
                 replica.up, replica.state = False, _does_not_answer(error)
+                attempt, turned_away = attempt + 1, time.monotonic()
+                if attempt > self._max_attempts:
+                    raise RolloutError(
+                        f"{self._max_attempts} replicas were lost under one group, the last with: {error!r}"
+                    ) from error
             finally:
                 replica.outstanding -= 1
-        raise RolloutError(
-            f"{self._max_attempts} replicas were lost under one group, the last with: {lost!r}"
-        )
 
     async def _post(self, replica: _Replica, content: str) -> dict[str, Any]:
         """One group of `replica`; waits as long as it asks to when its queue is full, for nothing is sampled."""
@@ -220,6 +232,8 @@ class AsyncRolloutClient:
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 break
             await asyncio.sleep(float(response.headers.get("Retry-After", PROBE_SECONDS)))
+        if response.status_code in NOT_READY:
+            raise _NotReadyError(f"answers {response.status_code}: {_message(response)}")
         if response.status_code != httpx.codes.OK:
             advice = HOPELESS.get(response.status_code) or _message(response)
             raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")

@@ -122,6 +122,15 @@ def test_what_waiting_will_not_change_is_raised_at_once(answering, status, advic
         RolloutClient(answering(status), recover_seconds=60).rollout([PROMPT], 1)
 
 
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_replica_that_is_not_ready_is_waited_for(answering, monkeypatch, status):
+    monkeypatch.setattr(client, "PROBE_SECONDS", 0.02)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=rf"no replica was ready for 0\.5 seconds .*answers {status}"):
+        RolloutClient(answering(status), recover_seconds=0.5).rollout([PROMPT], 1)
+    assert time.monotonic() - started > 0.5
+
+
 def test_a_replica_that_never_was_one_ends_the_wait_for_the_others(answering):
     """The first address is dead; the probe of the second says that it serves no rollouts."""
     with pytest.raises(RolloutError, match="answered 404: it serves no rollouts"):

@@ -9,44 +9,31 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
+from s3r_sglang.rl_integration.replicas import (
+    HOPELESS,
+    NOT_READY,
+    PROBE_SECONDS,
+    NotReadyError,
+    Replica,
+    Replicas,
+    RolloutError,
+    does_not_answer,
+    message_of,
+)
 from s3r_sglang.rl_integration.urls import base_urls
 
 from s3r_sglang.faults import sentence
 from s3r_sglang.server.protocol import Group, GroupError, Prompt, RolloutRequest, Sampling, group_seed
 
-# A replica that was lost is asked again this often, and a 503 of a sleeping one is not hammered either.
-PROBE_SECONDS = 1.0
-# While no replica is ready, the log says so this often.
-WAITING_SECONDS = 10.0
-# A replica with groups in progress is asked this often whether it is still there.
-WATCH_SECONDS = 10.0
-# Answers that no waiting will change, and what to do about them.
-HOPELESS = {
-    401: "give the server's --api-key as api_key",
-    403: "give the server's --api-key as api_key",
-    404: "it serves no rollouts; start it with --speculative-algorithm self-sparse",
-}
-
 T = TypeVar("T")
 
-# Answers of a replica that is asleep, or of a proxy before one that is starting: nothing was sampled.
-NOT_READY = (502, 503, 504)
-
 logger = logging.getLogger(__name__)
-
-
-class RolloutError(RuntimeError):
-    """A rollout could not be completed; the message says at which replica and why."""
-
-
-class _NotReadyError(Exception):
-    """A replica cannot take a group now."""
 
 
 class PlacedGroup(Group):
@@ -79,18 +66,6 @@ class Rollout:
         return all(group.faithful for group in self.groups)
 
 
-@dataclass
-class _Replica:
-    """`state` is what the last probe found, for people; `watch` asks for a sign of life, for all its groups."""
-
-    url: str
-    outstanding: int = 0
-    up: bool = True
-    probed: float = field(default=0.0)
-    state: str = ""
-    watch: asyncio.Task[httpx.TransportError | None] | None = None
-
-
 class AsyncRolloutClient:
     """Client for use inside an event loop; an async context manager.
 
@@ -118,28 +93,17 @@ class AsyncRolloutClient:
         max_attempts: int = 5,
         silent_seconds: float = 60.0,
     ) -> None:
-        self._replicas = [_Replica(url) for url in base_urls(urls)]
+        self._replicas = Replicas(urls, api_key, recover_seconds, silent_seconds)
         self._slots = asyncio.Semaphore(max_outstanding * len(self._replicas))
-        self._silent_seconds = silent_seconds
         self._recover_seconds = recover_seconds
         self._max_attempts = max_attempts
-        self._said = -WAITING_SECONDS
         self._warned = False
-        # Sampling takes as long as it takes; only connecting is bounded.
-        self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_outstanding),
-        )
 
     async def __aenter__(self) -> "AsyncRolloutClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for replica in self._replicas:
-            if replica.watch is not None:
-                replica.watch.cancel()
-        await self._http.aclose()
+        await self._replicas.close()
 
     async def rollout(
         self,
@@ -204,20 +168,22 @@ class AsyncRolloutClient:
             logger.warning("%s runs in mode direct: its responses are not the dense policy's", replica.url)
         return group
 
-    async def _dispatch(self, content: str) -> tuple[dict[str, Any], _Replica, int]:
-        attempt, turned_away = 1, time.monotonic()
+    async def _dispatch(self, content: str) -> tuple[dict[str, Any], Replica, int]:
+        attempt = 1
+        turned_away: float | None = None
         while True:
-            replica = await self._least_loaded()
+            replica = await self._replicas.least_loaded()
             replica.outstanding += 1
             try:
                 return await self._post(replica, content), replica, attempt
-            except _NotReadyError as error:
+            except NotReadyError as error:
                 replica.up, replica.state = False, str(error)
+                turned_away = turned_away or time.monotonic()
                 if time.monotonic() - turned_away > self._recover_seconds:
                     raise RolloutError(f"{replica.url} {error}") from None
             except httpx.TransportError as error:
-                replica.up, replica.state = False, _does_not_answer(error)
-                attempt, turned_away = attempt + 1, time.monotonic()
+                replica.up, replica.state = False, does_not_answer(error)
+                attempt, turned_away = attempt + 1, None
                 if attempt > self._max_attempts:
                     raise RolloutError(
                         f"{self._max_attempts} replicas were lost under one group, the last with: {error!r}"
@@ -225,90 +191,25 @@ class AsyncRolloutClient:
             finally:
                 replica.outstanding -= 1
 
-    async def _post(self, replica: _Replica, content: str) -> dict[str, Any]:
+    async def _post(self, replica: Replica, content: str) -> dict[str, Any]:
         """One group of `replica`; waits as long as it asks to when its queue is full, for nothing is sampled."""
         while True:
-            response = await self._watched_post(replica, content)
+            response = await self._replicas.post(replica, content)
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 break
             await asyncio.sleep(float(response.headers.get("Retry-After", PROBE_SECONDS)))
         if response.status_code in NOT_READY:
-            raise _NotReadyError(f"answers {response.status_code}: {_message(response)}")
+            raise NotReadyError(f"answers {response.status_code}: {message_of(response)}")
         if response.status_code != httpx.codes.OK:
-            advice = HOPELESS.get(response.status_code) or _message(response)
+            advice = HOPELESS.get(response.status_code) or message_of(response)
             raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")
         return response.json()["groups"][0]
 
-    async def _watched_post(self, replica: _Replica, content: str) -> httpx.Response:
-        headers = {"Content-Type": "application/json"}
-        post = asyncio.create_task(
-            self._http.post(f"{replica.url}/s3r/rollout", content=content, headers=headers)
-        )
-        try:
-            while not (await asyncio.wait({post}, timeout=min(WATCH_SECONDS, self._silent_seconds)))[0]:
-                if replica.watch is None or replica.watch.done():
-                    replica.watch = asyncio.create_task(self._sign_of_life(replica))
-                await asyncio.wait({post, replica.watch}, return_when=asyncio.FIRST_COMPLETED)
-                if not post.done() and (silence := replica.watch.result()) is not None:
-                    raise silence
-            return post.result()
-        finally:
-            post.cancel()
-
-    async def _sign_of_life(self, replica: _Replica) -> httpx.TransportError | None:
-        """None if there is one, which any answer is, whatever it says."""
-        try:
-            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=self._silent_seconds)
-        except httpx.TransportError as error:
-            return error
-        if response.status_code != httpx.codes.OK:
-            # An update that its trainer never commits would hold the groups back for ever.
-            logger.warning("%s has groups to sample, but: %s", replica.url, _message(response))
-        return None
-
-    async def _least_loaded(self) -> _Replica:
-        started = time.monotonic()
-        while True:
-            await asyncio.gather(*(self._probe(replica) for replica in self._replicas if not replica.up))
-            alive = [replica for replica in self._replicas if replica.up]
-            if alive:
-                return min(alive, key=lambda replica: replica.outstanding)
-            waited = time.monotonic() - started
-            if waited > self._recover_seconds:
-                raise RolloutError(
-                    f"no replica was ready for {self._recover_seconds:g} seconds ({self._states()})"
-                )
-            self._say_what_is_waited_for(self._recover_seconds - waited)
-            await asyncio.sleep(PROBE_SECONDS)
-
-    def _say_what_is_waited_for(self, left: float) -> None:
-        """Once for all groups that wait, and not again for `WAITING_SECONDS`."""
-        if time.monotonic() - self._said > WAITING_SECONDS:
-            self._said = time.monotonic()
-            logger.warning("no replica is ready, waiting %.0f s more: %s", left, self._states())
-
-    def _states(self) -> str:
-        return "; ".join(f"{replica.url} {replica.state}" for replica in self._replicas)
-
-    async def _probe(self, replica: _Replica) -> None:
-        """Take a lost replica back once it is ready; raise RolloutError if it never will be."""
-        if time.monotonic() - replica.probed < PROBE_SECONDS:
-            return
-        replica.probed = time.monotonic()
-        try:
-            timeout = min(5.0, self._silent_seconds)
-            response = await self._http.get(f"{replica.url}/s3r/ready", timeout=timeout)
-        except httpx.TransportError as error:
-            replica.state = _does_not_answer(error)
-            return
-        replica.up = response.status_code == httpx.codes.OK
-        replica.state = f"answers {response.status_code}: {_message(response)}"
-        if advice := HOPELESS.get(response.status_code):
-            raise RolloutError(f"{replica.url} answered {response.status_code}: {advice}")
-
     async def stats(self) -> list[dict[str, Any]]:
         """`/s3r/stats` of every replica, in the order of the URLs."""
-        responses = await asyncio.gather(*(self._http.get(f"{r.url}/s3r/stats") for r in self._replicas))
+        responses = await asyncio.gather(
+            *(self._replicas.http.get(f"{r.url}/s3r/stats") for r in self._replicas)
+        )
         return [response.raise_for_status().json() for response in responses]
 
 
@@ -375,15 +276,3 @@ def _content(body: RolloutRequest, index: int) -> str:
 
 def _fields(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else value.model_dump(exclude_none=True)
-
-
-def _does_not_answer(error: httpx.TransportError) -> str:
-    return f"does not answer ({str(error) or type(error).__name__})"
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-        return body.get("error", body).get("message", response.text)
-    except (ValueError, AttributeError):
-        return response.text[:500]

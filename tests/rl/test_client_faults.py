@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from s3r_sglang.rl_integration import client
+from s3r_sglang.rl_integration import replicas
 from s3r_sglang.rl_integration.client import RolloutClient, RolloutError
 from s3r_sglang.rl_integration.weights import WeightSender
 
@@ -94,7 +94,7 @@ def test_inside_an_event_loop_the_other_client_is_named():
 
 def test_a_replica_that_freezes_is_noticed(monkeypatch):
     """It accepts connections, as the kernel does for a stopped process, and says nothing."""
-    monkeypatch.setattr(client, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(replicas, "WATCH_SECONDS", 0.1)
     prompts = [{**PROMPT, "id": n} for n in range(3)]
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
@@ -105,12 +105,12 @@ def test_a_replica_that_freezes_is_noticed(monkeypatch):
 
 
 def test_waiting_is_logged_at_once_and_then_now_and_again(monkeypatch, caplog):
-    monkeypatch.setattr(client, "PROBE_SECONDS", 0.02)
-    monkeypatch.setattr(client, "WAITING_SECONDS", 0.2)
+    monkeypatch.setattr(replicas, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(replicas, "WAITING_SECONDS", 0.2)
     with caplog.at_level(logging.WARNING), pytest.raises(RolloutError) as error:
         RolloutClient(NOBODY, recover_seconds=0.5).rollout([PROMPT, {**PROMPT, "id": 2}], 1)
     assert f"no replica was ready for 0.5 seconds ({NOBODY} does not answer" in str(error.value)
-    lines = [record.getMessage() for record in caplog.records if record.name == client.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == replicas.__name__]
     # Two groups wait, one line speaks for both.
     assert 2 <= len(lines) <= 4
     assert lines[0].startswith("no replica is ready, waiting 0 s more: http://127.0.0.1:9 does not answer")
@@ -124,7 +124,7 @@ def test_what_waiting_will_not_change_is_raised_at_once(answering, status, advic
 
 @pytest.mark.parametrize("status", [502, 503, 504])
 def test_a_replica_that_is_not_ready_is_waited_for(answering, monkeypatch, status):
-    monkeypatch.setattr(client, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(replicas, "PROBE_SECONDS", 0.02)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=rf"no replica was ready for 0\.5 seconds .*answers {status}"):
         RolloutClient(answering(status), recover_seconds=0.5).rollout([PROMPT], 1)

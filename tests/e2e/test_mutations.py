@@ -1,7 +1,7 @@
 """Planted bugs fail the gate of `test_exactness.py`: it can see each of them.
 
-The bugs are planted in, and removed from, the scheduler process of one running engine (`probes/s3r_probes.py`).
-The last mutation is a control: a bad index lowers the acceptance and leaves the law of the responses alone.
+The bugs are planted in, and removed from, the scheduler process of a running engine (`probes/s3r_probes.py`).
+One is a control: a bad index lowers the acceptance and leaves the law of the responses alone.
 
 Noise keyed by position instead of by round biases this gate too little to be seen (p = 0.46); the constructed
 case of `tests/stages/test_sampling.py` shows it.
@@ -16,10 +16,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def mutant(probed_environment, engine, tiny_llama, gate):
-    with engine(tiny_llama[0], **gate.STARVED) as running:
-        yield running
+@pytest.fixture
+def mutant(probed_environment, current_engine, tiny_llama, gate):
+    return current_engine(tiny_llama[0], **gate.STARVED)
 
 
 def run_gate(gate, engine, model, bug: str | None) -> tuple[float, float]:
@@ -54,3 +53,11 @@ def test_gate_passes_with_a_bad_index(gate, mutant, tiny_llama):
     p_value, lower = run_gate(gate, mutant, tiny_llama[1], "worst_positions_indexed")
     assert min(p_value, sound_p) > 1e-4
     assert lower < acceptance - 0.01
+
+
+def test_gate_across_pause_sees_lost_kv(gate, probed_environment, current_engine, tiny_llama):
+    """One position of each paused request. Other faults of a pause: `test_kv_pressure.py`, token by token."""
+    engine = current_engine(tiny_llama[0], **gate.PRESSED)
+    engine.collective_rpc("plant", bug="kv_row_lost_at_restore")
+    responses, *_ = gate.sample_pressed(engine, gate.SAMPLES // 3)
+    assert gate.p_value(responses, gate.enumerated_law(tiny_llama[1], gate.PROMPT)) < 1e-6

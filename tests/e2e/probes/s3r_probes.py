@@ -123,6 +123,80 @@ def worst_positions_indexed():
     return patch.object(index, "select_positions", lambda scores, *args: original(-scores, *args))
 
 
+def kv_row_lost_at_restore():
+    """One position of each restored request has no KV."""
+    from s3r_sglang.scheduler.host_pool import HostPool
+
+    original = HostPool.load
+
+    def load(self, blocks, pages):
+        done = original(self, blocks, pages)
+        for layer in self._layers:
+            layer[pages[-1]] = 0
+        return done
+
+    return patch.object(HostPool, "load", load)
+
+
+def another_bonus_at_restore():
+    """A restored request goes on behind the token before its last one."""
+    from s3r_sglang.scheduler import controller
+
+    original = controller.decode_batch
+
+    def decode_batch(scheduler, reqs):
+        batch = original(scheduler, reqs)
+        batch.spec_info.bonus_tokens = torch.tensor([req.output_ids[-2:][0] for req in reqs])
+        return batch
+
+    return patch.object(controller, "decode_batch", decode_batch)
+
+
+def another_index_at_restore():
+    """Not a bug of the law: a restored request drafts with the sparse index of another slot."""
+    from s3r_sglang.scheduler import controller
+
+    original = controller.decode_batch
+
+    def decode_batch(scheduler, reqs):
+        index = scheduler.draft_worker.state.index
+        slots = torch.tensor([req.req_pool_idx for req in reqs])
+        others = slots % (len(index.num_selected) - 1) + 1
+        # Taken to positions that the request has.
+        index.positions[:, slots] = index.positions[:, others] % index.tail_start[slots][None, :, None, None]
+        return original(scheduler, reqs)
+
+    return patch.object(controller, "decode_batch", decode_batch)
+
+
+def round_redrawn_after_pause():
+    """A paused request forgets its last round, and draws it again: with the same noise, under a newer index."""
+    from s3r_sglang.scheduler.core import KVScheduler
+    from s3r_sglang.scheduler.pager import Pager
+
+    fits, pause = KVScheduler.fits, Pager.pause
+
+    def remember(self, active):
+        for req in active:
+            _, now = getattr(req, "lengths_of_rounds", (0, 0))
+            if now != len(req.output_ids):
+                req.lengths_of_rounds = now, len(req.output_ids)
+        return fits(self, active)
+
+    def forget(self, req):
+        before, now = req.lengths_of_rounds
+        if before > 0:
+            del req.output_ids[before:]
+            req.kv_committed_len -= now - before
+            req.lengths_of_rounds = 0, before
+        return pause(self, req)
+
+    planted = ExitStack()
+    planted.enter_context(patch.object(KVScheduler, "fits", remember))
+    planted.enter_context(patch.object(Pager, "pause", forget))
+    return planted
+
+
 BUGS: dict[str, Callable[[], Any]] = {
     bug.__name__: bug
     for bug in (
@@ -132,5 +206,9 @@ BUGS: dict[str, Callable[[], Any]] = {
         q_recomputed,
         one_noise_for_all,
         worst_positions_indexed,
+        kv_row_lost_at_restore,
+        another_bonus_at_restore,
+        another_index_at_restore,
+        round_redrawn_after_pause,
     )
 }

@@ -78,9 +78,8 @@ def report(out: Path) -> None:
     """Tables of what is in `out`, and permutation tests of S3R against each other arm; one number per run."""
     import numpy as np
 
-    runs: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ARMS}
-    for path in sorted(out.glob("*-*.json")):
-        runs[path.stem.rsplit("-", 1)[0]].append(json.loads(path.read_text()))
+    paths = {arm: sorted(out.glob(f"{arm}-*.json")) for arm in ARMS}
+    runs = {arm: [json.loads(path.read_text()) for path in found] for arm, found in paths.items() if found}
     numbers = {
         arm: {
             "reward": [float(np.mean(r["reward"])) for r in group],
@@ -96,8 +95,8 @@ def report(out: Path) -> None:
     }
     against = {
         arm: {metric: permutation(numbers["exact"][metric], numbers[arm][metric]) for metric in TESTED}
-        for arm in ARMS
-        if arm != "exact"
+        for arm, group in runs.items()
+        if arm != "exact" and len(group) > 1
     }
     summary = {"runs": numbers, "exact_minus": against}
     (HERE / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -124,7 +123,7 @@ def plot(runs: dict[str, list[dict[str, list[float]]]]) -> None:
 
     titles = {
         "reward": "mean reward",
-        "mismatch": "|rollout - trainer logprob|, mean over tokens of a step",
+        "mismatch": "|mean of rollout minus trainer logprob|",
         "gradient_norm": "gradient norm",
     }
     labels = {

@@ -16,6 +16,10 @@ MAX_GROUPS = int(os.environ.get("S3R_MAX_GROUPS", 4096))
 class Refused(HTTPException):
     """An operation that the gate does not allow now; `detail` is one sentence for the caller."""
 
+    def __str__(self) -> str:
+        # Without the status in front, which SGLang's endpoints for memory would pass on.
+        return self.detail
+
 
 def asleep(tags: set[str]) -> Refused:
     names = " and ".join(sorted(tags))

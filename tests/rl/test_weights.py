@@ -311,8 +311,91 @@ def test_a_refused_broadcast_is_reported_at_once(fresh, model):
         started = time.monotonic()
         with pytest.raises(WeightSyncError, match="weights are released"):
             sender.send(model[1].named_parameters(), "second")
+        # The server alone still has the group: a name that is taken in this process too is refused here, sooner.
+        torch.distributed.destroy_process_group(sender._group)
         with pytest.raises(WeightSyncError, match="init_weights_update_group"):
             DistributedSender(fresh.url, address="127.0.0.1", port=free_port(), backend="gloo")
         assert time.monotonic() - started < 60
     finally:
         post(fresh, "resume")
+        leave = {"group_name": "s3r_weights"}
+        httpx.post(f"{fresh.url}/destroy_weights_update_group", json=leave, timeout=60).raise_for_status()
+
+
+def named(model, prefix=""):
+    return [(prefix + name, weight.detach()) for name, weight in model.named_parameters()]
+
+
+def test_names_that_the_model_does_not_have_are_refused(fresh, model, other_model):
+    """SGLang skips them and succeeds: the trainer would get samples of the old weights under a new label."""
+    with pytest.raises(
+        WeightSyncError, match=r"answered 400: .*no parameter 'module\.model\.embed_tokens\.weight'"
+    ):
+        WeightSender(fresh.url).send(named(other_model[1], "module."), "wrapped")
+    assert stats(fresh)["status"] == "updating"
+    WeightSender(fresh.url).send(named(other_model[1]), "second")
+    tokens, group = greedy(fresh)
+    assert (tokens, group["weight_version"]) == (dense_greedy(other_model[1]), "second")
+
+
+def test_a_wrong_shape_or_group_does_not_end_the_server(fresh, model):
+    name, weight = "model.norm.weight", model[1].model.norm.weight.detach()
+    with pytest.raises(WeightSyncError, match=r"answered 400: .*send all of them again"):
+        WeightSender(fresh.url).send([(name, weight[:3])], "short")
+    WeightSender(fresh.url).send(named(model[1]), "first")
+    body = {"names": [], "dtypes": [], "shapes": [], "group_name": "never-joined"}
+    response = httpx.post(f"{fresh.url}/update_weights_from_distributed", json=body, timeout=60)
+    assert (response.status_code, "never-joined" in response.text) == (400, True)
+    garbage = {"serialized_named_tensors": ["bm90IGEgcGlja2xl"]}
+    assert httpx.post(f"{fresh.url}/update_weights_from_tensor", json=garbage, timeout=60).status_code == 400
+    assert greedy(fresh)[0] == dense_greedy(model[1])
+
+
+def test_of_two_senders_at_once_the_later_wins_and_the_other_is_told(fresh, model, other_model):
+    """Else the last bucket of the one would be labelled as the other's, with no error on either side."""
+
+    def overtaken():
+        yield from named(other_model[1])[:5]
+        WeightSender(fresh.url).send(named(model[1]), "later")
+        yield from named(other_model[1])[5:]
+
+    with pytest.raises(WeightSyncError, match=r"409: .*another one took over"):
+        WeightSender(fresh.url, bucket_bytes=1).send(overtaken(), "earlier")
+    tokens, group = greedy(fresh)
+    assert (tokens, group["weight_version"]) == (dense_greedy(model[1]), "later")
+
+
+@pytest.mark.parametrize(
+    "path", ["s3r/weights/begin", "release_memory_occupation", "update_weights_from_disk"]
+)
+def test_a_change_that_nobody_waits_for_any_more_does_not_happen(fresh, other_model, path):
+    old, old_result = background(lambda: rollout(fresh, **LONG))
+    wait_until(lambda: stats(fresh)["groups_in_flight"] == 1)
+    body = {"model_path": str(other_model[0])} if "update" in path else {}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{fresh.url}/{path}?wait=true", json=body, timeout=httpx.Timeout(30, read=0.3))
+    wait_until(lambda: stats(fresh)["status"] == "ready", seconds=15)
+    assert stats(fresh)["groups_in_flight"] == 1, "the group ended before its update was given up"
+    old.join()
+    assert groups(fresh)[0]["weight_updates"] == old_result[0].json()["groups"][0]["weight_updates"]
+    assert stats(fresh)["status"] == "ready"
+
+
+def test_an_update_that_waits_while_the_engine_goes_to_sleep_is_refused(fresh, other_model):
+    """On a GPU it would write to memory that is gone."""
+    old, _ = background(lambda: rollout(fresh, **LONG))
+    wait_until(lambda: stats(fresh)["groups_in_flight"] == 1)
+    sleep, slept = background(
+        lambda: httpx.post(f"{fresh.url}/release_memory_occupation?wait=true", json={}, timeout=300)
+    )
+    wait_until(lambda: stats(fresh)["status"] == "updating")
+    body = {"model_path": str(other_model[0])}
+    update, updated = background(
+        lambda: httpx.post(f"{fresh.url}/update_weights_from_disk?wait=true", json=body, timeout=300)
+    )
+    for thread in (old, sleep, update):
+        thread.join()
+    assert slept[0].status_code == 200, slept[0].text
+    assert (updated[0].status_code, "weights are released" in updated[0].text) == (409, True)
+    assert [post(fresh, "resume"), post(fresh, "resume")] == [200, 200]
+    assert groups(fresh)[0]["weight_version"] == "first"

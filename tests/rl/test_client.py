@@ -1,6 +1,8 @@
 """The Python client against real replicas, one of which dies or restarts under it."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 
@@ -56,14 +58,43 @@ def test_leaving_a_stream_aborts_the_rest(server):
     wait_until(lambda: stats(server)["groups_in_flight"] == 0, seconds=15)
 
 
-def test_a_replica_killed_in_the_middle_costs_no_group_and_comes_back(server, start):
-    victim = start().wait()
+@pytest.fixture(scope="module")
+def victim(start):
+    """A second replica; the last test of the file kills it."""
+    return start().wait()
+
+
+def test_a_frozen_replica_costs_no_group_and_samples_for_nobody(server, victim):
+    prompts = [{**prompt(n), "max_new_tokens": 60} for n in range(12)]
+    expected = tokens(RolloutClient(server.url).rollout(prompts, 4, SAMPLING, seed=4))
+    client = RolloutClient([server.url, victim.url], max_outstanding=6, silent_seconds=5)
+
+    def freeze():
+        wait_until(lambda: stats(victim)["groups_in_flight"] >= 2)
+        os.killpg(victim.process.pid, signal.SIGSTOP)
+
+    freezer = threading.Thread(target=freeze)
+    freezer.start()
+    try:
+        rollout = client.rollout(prompts, 4, SAMPLING, seed=4)
+    finally:
+        freezer.join()
+        os.killpg(victim.process.pid, signal.SIGCONT)
+    assert rollout.errors == []
+    assert [group.prompt_id for group in rollout.groups] == [p["id"] for p in prompts]
+    assert tokens(rollout) == expected
+    assert {group.replica for group in rollout.groups if group.attempts > 1} == {server.url}
+    wait_until(lambda: stats(victim)["groups_in_flight"] == 0, seconds=15)
+
+
+def test_a_replica_killed_in_the_middle_costs_no_group_and_comes_back(server, victim, start):
     prompts = [{**prompt(n), "max_new_tokens": 60} for n in range(24)]
     expected = tokens(RolloutClient(server.url).rollout(prompts, 4, SAMPLING, seed=4))
     client = RolloutClient([server.url, victim.url], max_outstanding=6)
+    before = stats(victim)["totals"]["groups"]
 
     def kill():
-        wait_until(lambda: stats(victim)["totals"]["groups"] >= 2)
+        wait_until(lambda: stats(victim)["totals"]["groups"] >= before + 2)
         victim.kill()
 
     killer = threading.Thread(target=kill)

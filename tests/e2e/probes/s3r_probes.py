@@ -162,8 +162,9 @@ def another_index_at_restore():
         index = scheduler.draft_worker.state.index
         slots = torch.tensor([req.req_pool_idx for req in reqs])
         others = slots % (len(index.num_selected) - 1) + 1
-        # Taken to positions that the request has.
-        index.positions[:, slots] = index.positions[:, others] % index.tail_start[slots][None, :, None, None]
+        # Only what it may choose from: all in front of its own tail.
+        choice = index.tail_start[slots].clamp(min=1)[None, :, None, None]
+        index.positions[:, slots] = index.positions[:, others] % choice
         return original(scheduler, reqs)
 
     return patch.object(controller, "decode_batch", decode_batch)

@@ -45,7 +45,7 @@ demo: setup
 
 test: setup
 	$(MODEL) smollm2
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
 
 # Everything that takes seconds.
 quick: setup

@@ -1,7 +1,6 @@
 """Shared set-up: on a machine without a GPU, SGLang runs with the CPU stand-in, in child processes too."""
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,18 @@ if not torch.cuda.is_available():
 logging.raiseExceptions = False
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Side by side, a file stays with one worker, and all of rl/ with one: its files share servers.
 
     Between two of its files no engine may run in that process: SGLang's shutdown of one ends all children of the
-    process, the servers among them.
+    process, the servers among them. Not by the mark `xdist_group`: xdist 3.8 does not see it under pytest 9.2.
     """
-    shared = Path(__file__).parent / "rl"
-    for item in items:
-        group = shared if shared in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FilesThatShareServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.split("::")[0]
+            return "tests/rl" if path.startswith("tests/rl/") else path
+
+    return FilesThatShareServers(config, log)

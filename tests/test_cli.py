@@ -166,7 +166,7 @@ def test_ctrl_c_while_the_server_starts_is_one_line(tmp_path):
             stderr=out,
             start_new_session=True,
         )
-    # Not before: while it still imports and builds its tokenizer, code that catches everything may swallow a Ctrl-C.
+    # Not before: while it imports and builds its tokenizer, code that catches everything may swallow a Ctrl-C.
     deadline = time.monotonic() + 300
     while "Load weight begin" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)

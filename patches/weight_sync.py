@@ -7,9 +7,6 @@ from typing import Any
 
 from s3r_sglang.config import serves_rollouts
 
-# Header by which a sender names its update session; without it, an update belongs to whoever has one open.
-SESSION_HEADER = "x-s3r-session"
-
 # How long a release waits for the scheduler to finish the round in flight when all responses are already out.
 IDLE_SECONDS = 10.0
 
@@ -31,6 +28,7 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
         Refused: 409, which SGLang's endpoints return; 400 for a parameter `wait` that is no boolean.
     """
     from s3r_sglang.server.gate import gate_of, wants_wait
+    from s3r_sglang.server.protocol import SESSION_HEADER
 
     if not _applies(manager):
         return await original(manager, obj, request)

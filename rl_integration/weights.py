@@ -22,8 +22,7 @@ import torch.multiprocessing  # teaches ForkingPickler to send tensors
 from s3r_sglang.rl_integration.process_group import init_process_group
 from s3r_sglang.rl_integration.urls import base_urls
 
-# Names the session; the server refuses an update of one that another sender has taken over.
-SESSION_HEADER = "X-S3R-Session"
+from s3r_sglang.server.protocol import SESSION_HEADER
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 NamedBuckets = Iterator[list[tuple[str, torch.Tensor]]]

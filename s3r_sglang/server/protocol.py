@@ -8,6 +8,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from s3r_sglang.sampling import request_seed
 
+# By which a sender names its update session: the update is refused once another sender has taken over. Without it,
+# an update belongs to whoever has a session open.
+SESSION_HEADER = "X-S3R-Session"
+
 # A request is answered from memory, so one client must not be able to fill it.
 MAX_BODY_BYTES = int(os.environ.get("S3R_MAX_BODY_BYTES", 64 << 20))
 MAX_GROUP_SIZE = 1024

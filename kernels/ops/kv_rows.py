@@ -69,8 +69,7 @@ def _launch_kernel(layers, pointers, pages, packed, block_tokens, gather):
     _checks.check_output(OP, "pointers", pointers, (len(layers),), torch.int64)
     _checks.check_output(OP, "pages", pages, (len(pages),), torch.int64)
     _checks.require(block_tokens > 0, f"{OP}: block_tokens is {block_tokens}")
-    blocks, rest = divmod(len(pages), block_tokens)
-    needed = len(layers) * first.shape[1] * (blocks * block_tokens + rest)
+    needed = len(layers) * len(pages) * first.shape[1]
     _checks.require(
         packed.dim() == 1
         and packed.is_contiguous()

@@ -29,8 +29,9 @@ class RoundState:
         draft_lse: [layers, B, k + 1, Hq] fp32, natural log-sum-exp of each draft query over its index; written
             by the draft steps, read by fused verification. The last query of a block is not drafted: -inf, "do
             not count", for ever.
-        scores: [B, Hkv, S] fp32, refresh scores of the layer that is running. None on a CPU, where references
-            allocate what they need.
+        max_context: positions of a request at most.
+        scores: [B, Hkv, S] fp32 with S at least `max_context`, refresh scores of the layer that is running. None
+            on a CPU, where references allocate what they need.
         fused: whether verification scores the index while it attends (see `s3r_sglang.attention`).
     """
 
@@ -39,6 +40,7 @@ class RoundState:
     block_size: int
     num_slots: int
     draft_lse: torch.Tensor
+    max_context: int
     scores: torch.Tensor | None
     fused: bool
 
@@ -61,6 +63,7 @@ class RoundState:
             block_size=block_size,
             num_slots=max_batch + 1,
             draft_lse=torch.full(shape, -torch.inf, dtype=torch.float32, device=device),
+            max_context=max_context,
             scores=(
                 torch.empty((max_batch, num_kv_heads, row), dtype=torch.float32, device=device)
                 if on_gpu
@@ -78,7 +81,7 @@ class RoundState:
     def check_fits(self, req_to_token: torch.Tensor) -> None:
         """Raise RuntimeError if SGLang's request table has more slots or longer rows than this state."""
         slots, context = req_to_token.shape
-        longest = context if self.scores is None else self.scores.shape[2]
+        longest = context if self.scores is None else self.max_context
         if slots > self.num_slots or context > longest:
             raise RuntimeError(
                 f"S3R sized its state for {self.num_slots} request slots and {longest} positions, but SGLang "

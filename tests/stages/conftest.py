@@ -48,6 +48,7 @@ class Layers:
             block_size=self.block_size,
             num_slots=num_slots,
             draft_lse=torch.full((NUM_LAYERS, len(contexts), self.block_size, self.num_heads), -torch.inf),
+            max_context=max(contexts.values()),
             scores=None,
             fused=fused,
         )

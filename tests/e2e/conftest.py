@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import pydoc_data.topics
 from pathlib import Path
 
@@ -20,6 +21,8 @@ GPU_ARGS = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "cuda_graph_bs_decode": [1, 4, 16, 64, 200],
+    # The same tests through other paths: S3R_TEST_GPU_ARGS='{"attention_backend": "flashinfer"}', say.
+    **json.loads(os.environ.get("S3R_TEST_GPU_ARGS", "{}")),
 }
 
 

@@ -205,7 +205,7 @@ class DenseAttention(AttentionBackend):
 class SparseAttention(AttentionBackend):
     """Attention of the draft steps: one query a request, over the index and its tail.
 
-    It writes the provisional K and V of the fed token first, so that later steps of the block see it.
+    It writes the provisional K and V of the fed token on the way, so that later steps of the block see it.
 
     Args:
         base: backend of the model runner, for its pools.
@@ -238,8 +238,11 @@ class SparseAttention(AttentionBackend):
         **kwargs,
     ) -> torch.Tensor:
         _refuse_options(layer, kwargs)
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        new_k = new_v = None
+        # A layer that shares another's KV, or has stored it with its rotary embedding, brings none to store.
+        if save_kv_cache and k is not None and v is not None:
+            new_k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            new_v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         out = sparse_decode_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
@@ -252,6 +255,8 @@ class SparseAttention(AttentionBackend):
             self.index.tail_start,
             layer.scaling,
             lse=self.draft_lse[layer.layer_id, : q.shape[0], self.step],
+            new_k=new_k,
+            new_v=new_v,
         )
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 

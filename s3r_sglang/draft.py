@@ -51,28 +51,38 @@ class Drafter:
     def run(self, block: Block, params: SamplingParams, out: Draft) -> Draft:
         """Draft into `out`. Recordable in a CUDA graph unless logits are biased."""
         fed = block.bonus_tokens
+        # By step, laid out at once: copies of columns would be three launches in each step.
+        positions, cache_locs = block.positions.t().contiguous(), block.cache_locs.t().contiguous()
+        seq_lens = positions + 1
         with forward_context(ForwardContext(attn_backend=self.attention)):
             for step in range(self.draft_length):
-                logits = self._forward(fed, block, step)
+                self.attention.step = step
+                logits = self._forward(
+                    fed, positions[step], cache_locs[step], seq_lens[step], block.req_pool_indices
+                )
                 fed = draft_sample(logits, params, block.seeds, block.start, step, out.probs[:, step])
                 out.tokens[:, step] = fed
         return out
 
-    def _forward(self, fed: torch.Tensor, block: Block, step: int) -> torch.Tensor:
+    def _forward(
+        self,
+        fed: torch.Tensor,
+        positions: torch.Tensor,
+        cache_locs: torch.Tensor,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+    ) -> torch.Tensor:
         """One decode step: [B] tokens in, [B, V] logits out."""
-        self.attention.step = step
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=fed.shape[0],
             input_ids=fed,
-            req_pool_indices=block.req_pool_indices,
-            seq_lens=block.start + (step + 1),
-            out_cache_loc=block.cache_locs[:, step].contiguous(),
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            out_cache_loc=cache_locs,
             seq_lens_sum=None,
-            positions=block.positions[:, step].contiguous(),
+            positions=positions,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        output = self.model_runner.model.forward(
-            forward_batch.input_ids, forward_batch.positions, forward_batch
-        )
+        output = self.model_runner.model.forward(fed, positions, forward_batch)
         return output.next_token_logits

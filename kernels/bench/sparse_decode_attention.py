@@ -1,7 +1,8 @@
 """Bench of sparse decode attention: python -m s3r_sglang.kernels.bench.sparse_decode_attention.
 
 Counted traffic: K and V of the attended positions and their int32 index entries. Rows are gathered from all
-over the pool, other ones in each rotation.
+over the pool, other ones in each rotation. The variant "stores" is the engine's: normalisers, and the newest
+token's K and V stored on the way.
 """
 
 import math
@@ -47,7 +48,9 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
     index = (inputs.num_selected, inputs.tail_start)
     caches = (paged.k_cache, paged.v_cache, paged.req_to_token)
     out = torch.empty_like(paged.q[0, :, 0])
-    lse = torch.empty(out.shape[:2], device="cuda") if variant == "with lse" else None
+    lse = torch.empty(out.shape[:2], device="cuda") if variant != "plain" else None
+    newest = paged.req_to_token[:, -1].long()
+    new = [paged.k_cache[newest], paged.v_cache[newest]] if variant == "stores" else [None, None]
 
     def call(turn: int):
         q, positions = paged.q[turn, :, 0], inputs.positions[turn]
@@ -61,6 +64,7 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
             paged.scale,
             out,
             lse,
+            *new,
             **tiles,
         )
 
@@ -85,7 +89,7 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
 
 
 BENCH = _harness.Bench(
-    OP, _harness.SHAPES, make_inputs, make_case, ["plain", "with lse"], SWEEP, small=_harness.SMALL
+    OP, _harness.SHAPES, make_inputs, make_case, ["plain", "with lse", "stores"], SWEEP, small=_harness.SMALL
 )
 
 if __name__ == "__main__":

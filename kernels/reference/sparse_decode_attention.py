@@ -16,6 +16,8 @@ def sparse_decode_attention(
     scale: float,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    new_k: torch.Tensor | None = None,
+    new_v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Contract of `s3r_sglang.kernels.ops.sparse_decode_attention`; gathers only the rows attended to.
 
@@ -31,6 +33,9 @@ def sparse_decode_attention(
                 lse[b] = -torch.inf
             continue
         token_rows = req_to_token[slot]
+        if new_k is not None:
+            newest = token_rows[seq_len - 1].long()
+            k_cache[newest], v_cache[newest] = new_k[b], new_v[b]
         selected = token_rows[positions[slot, :, : int(num_selected[slot])].long()].long()
         tail = token_rows[int(tail_start[slot]) : seq_len].long()
         rows = torch.cat([selected, tail.expand(num_kv_heads, -1)], dim=1)  # [Hkv, n]

@@ -37,6 +37,14 @@ def expected(batch, positions, num_selected, tail_start):
     return torch.stack(outs), torch.stack(lses)
 
 
+def one_of(batch, b: int):
+    """Request b of a batch alone."""
+    return type(batch)(
+        batch.q[b : b + 1], batch.k_cache, batch.v_cache, batch.req_to_token,
+        batch.req_pool_indices[b : b + 1], batch.seq_lens[b : b + 1], batch.scale,
+    )  # fmt: skip
+
+
 def call(attend, batch, index, **kwargs):
     return attend(
         batch.q[:, 0], batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices,
@@ -73,6 +81,34 @@ def test_any_split_gives_the_same_result(num_splits, block_n, make_batch, tolera
 
 
 @implementations
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_stores_the_newest_token_and_attends_to_it(
+    attend, num_splits, heads, make_batch, tolerance, monkeypatch
+):
+    monkeypatch.setattr(op_module._launch, "num_splits", lambda *args, **kwargs: num_splits)
+    batch = make_batch([70, 0, 1, 41], 1, **heads)
+    # The last tail is the newest token alone.
+    index = make_index(batch, num_selected=[37, 0, 0, 5], tail_start=[60, 0, 0, 40])
+    lse = torch.empty(4, batch.q.shape[2], device=batch.q.device)
+    live = [0, 2, 3]
+    rows = [int(batch.req_to_token[batch.req_pool_indices[b], batch.seq_lens[b] - 1]) for b in live]
+    want_out, want_lse = zip(*(expected(one_of(batch, b), *index) for b in live), strict=True)
+    want_caches = batch.k_cache.clone(), batch.v_cache.clone()
+    # As the layers of a model do, K and V come as parts of one tensor; nothing may come from the padding row's.
+    packed = torch.full((4, 2, *batch.k_cache.shape[1:]), torch.nan, device=lse.device, dtype=batch.q.dtype)
+    for b, row in zip(live, rows, strict=True):
+        packed[b, 0], packed[b, 1] = batch.k_cache[row], batch.v_cache[row]
+        batch.k_cache[row], batch.v_cache[row] = torch.nan, torch.nan
+    out = call(attend, batch, index, lse=lse, new_k=packed[:, 0], new_v=packed[:, 1])
+    assert torch.equal(batch.k_cache.nan_to_num(7), want_caches[0].nan_to_num(7))
+    assert torch.equal(batch.v_cache.nan_to_num(7), want_caches[1].nan_to_num(7))
+    torch.testing.assert_close(out[live].double(), torch.cat(want_out), **tolerance(heads["dtype"]))
+    torch.testing.assert_close(lse[live].double(), torch.cat(want_lse), **tolerance(torch.float32))
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+
+
+@implementations
 def test_an_index_of_everything_is_dense_attention(attend, make_batch, tolerance):
     batch = make_batch([50, 20])
     dense = make_index(batch, num_selected=[0, 0], tail_start=[0, 0])
@@ -96,11 +132,8 @@ def test_padding_rows_are_harmless(attend, num_splits, make_batch, tolerance, mo
     assert (lse[1] == -torch.inf).all()
     index[1][batch.req_pool_indices[1]] = 0
     for b in (0, 2):
-        one = type(batch)(
-            batch.q[b : b + 1], batch.k_cache, batch.v_cache, batch.req_to_token,
-            batch.req_pool_indices[b : b + 1], batch.seq_lens[b : b + 1], batch.scale,
-        )  # fmt: skip
-        torch.testing.assert_close(out[b].double(), expected(one, *index)[0][0], **tolerance(torch.float32))
+        want = expected(one_of(batch, b), *index)[0][0]
+        torch.testing.assert_close(out[b].double(), want, **tolerance(torch.float32))
 
 
 @pytest.mark.gpu
@@ -146,5 +179,10 @@ def test_rejects_what_the_kernel_cannot_read(make_batch):
         call(op_module.sparse_decode_attention, batch, (index[0].long(), *index[1:]))
     with pytest.raises(ValueError, match="num_selected must be a contiguous"):
         call(op_module.sparse_decode_attention, batch, (index[0], index[1][:1], index[2]))
+    newest = torch.empty_like(batch.k_cache[:1])
+    with pytest.raises(ValueError, match="new_k and new_v go together"):
+        call(op_module.sparse_decode_attention, batch, index, new_k=newest)
+    with pytest.raises(ValueError, match="new_v must be"):
+        call(op_module.sparse_decode_attention, batch, index, new_k=newest, new_v=newest[:, :1])
     with pytest.raises(ValueError, match=r"lse must be torch\.float32"):
         call(op_module.sparse_decode_attention, batch, index, lse=torch.empty(1, 3, device=batch.q.device))

@@ -330,14 +330,18 @@ def test_a_trace_shows_a_full_batch_or_nothing():
 
 
 def test_a_trace_is_summed_by_kind_and_idle_time_is_what_nothing_covers():
-    """Two steps of two layers: attention runs four times. Two streams overlap; 10 of 110 us are idle."""
+    """Two steps of two layers: attention runs four times. Two streams overlap; 6 of 130 us are idle."""
     events = [
         *(kernel("flash::FlashAttnFwdSm90", ts, 20.0) for ts in (0.0, 30.0, 60.0, 90.0)),
         *(kernel("nvjet_tst_128x64", ts, 10.0) for ts in (20.0, 50.0, 80.0)),
         kernel("_select_kernel", 25.0, 3.0),
         kernel("Memcpy DtoH", 105.0, 15.0, cat="gpu_memcpy"),
         kernel("silu", 130.0, 0.0),
+        kernel("Memcpy DtoH (Device -> Pageable)", 121.0, 2.0, cat="gpu_memcpy"),
+        kernel("Memcpy DtoH (Device -> Pinned)", 124.0, 2.0, cat="gpu_memcpy"),
         kernel("python code", 0.0, 500.0, cat="cpu_op"),
+        *(kernel("cudaEventSynchronize", ts, 9.0, cat="cuda_runtime") for ts in (1.0, 51.0)),
+        kernel("cudaMemcpyAsync", 60.0, 1.0, cat="cuda_runtime"),
         {"name": "process_name", "ph": "M"},
     ]
     found = kernel_times.summarize(events, launches_per_step=2)
@@ -346,7 +350,8 @@ def test_a_trace_is_summed_by_kind_and_idle_time_is_what_nothing_covers():
         {"attention": 0.04, "projections": 0.015, "index refresh": 0.0015, "other": 0.0}
     )
     assert found.attention_ms == found.kind_ms["attention"]
-    assert found.idle_share == pytest.approx(10 / 130)
+    assert found.idle_share == pytest.approx((10 - 4) / 130)
+    assert found.host_waits == {"cudaEventSynchronize": 1.0, "Memcpy DtoH (Device -> Pageable)": 0.5}
     with pytest.raises(ValueError, match="no attention kernel"):
         kernel_times.summarize(events[4:], launches_per_step=2)
 

@@ -1,7 +1,8 @@
 """GPU time by kind of kernel, from a trace of SGLang's profiler: the attention time of the paper's Table 6.
 
-The stage times of the probe say what a round costs; this says what it is spent on, and how long the GPU idles
-within it. A traced run is slower than a timed one, so no throughput comes from here.
+The stage times of the probe say what a round costs; this says what it is spent on, how long the GPU idles within
+it, and how often the host waits for the GPU: once, under overlap scheduling, for the tokens of the step before. A
+traced run is slower than a timed one, so no throughput comes from here.
 """
 
 import asyncio
@@ -31,6 +32,9 @@ KINDS = {
     "communication": r"nccl|all_reduce|allreduce|all_gather",
 }
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# Calls that return when the GPU has got there. A copy to memory that is not pinned is one too.
+_WAIT_CALLS = r"^cu(da)?(Device|Ctx|Stream|Event)Synchronize|^cuda(Memcpy|Memset)$"
+_WAIT_COPIES = r"DtoH.*Pageable"
 TRACE_TIMEOUT_S = 120.0
 
 
@@ -42,6 +46,7 @@ class KernelTimes(BaseModel):
         kind_ms: time per step by kind of kernel; the kinds of `KINDS`, and "other".
         idle_share: share of the traced time in which no kernel, copy or fill ran.
         longest: the kernels that took longest, with ms per step.
+        host_waits: how often in a step the host waits for the GPU, by what it calls; None in older reports.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,6 +55,7 @@ class KernelTimes(BaseModel):
     kind_ms: dict[str, float]
     idle_share: float
     longest: dict[str, float]
+    host_waits: dict[str, float] | None = None
 
     @property
     def attention_ms(self) -> float:
@@ -66,13 +72,14 @@ def summarize(events: Iterable[dict[str, Any]], launches_per_step: int) -> Kerne
     """Aggregate the GPU events of a Chrome trace.
 
     Args:
-        events: `traceEvents`; times in microseconds.
+        events: `traceEvents` of all threads; times in microseconds.
         launches_per_step: how often the most frequent attention kernel runs in a step or round: the number
             of layers, times k if it drafts.
 
     Raises:
         ValueError: there is no attention kernel among the events.
     """
+    events = list(events)
     work = [event for event in events if event.get("cat") in _WORK]
     kernels = [event for event in work if event["cat"] == "kernel"]
     launches = Counter(event["name"] for event in kernels if kind_of(event["name"]) == "attention")
@@ -90,6 +97,17 @@ def summarize(events: Iterable[dict[str, Any]], launches_per_step: int) -> Kerne
         kind_ms=dict(by_kind),
         idle_share=_idle_share(work),
         longest={name[:120]: by_name[name] for name in longest},
+        host_waits={name: count / steps for name, count in _host_waits(events).items()},
+    )
+
+
+def _host_waits(events: Iterable[dict[str, Any]]) -> Counter[str]:
+    """How often the host waited for the GPU, by the name of the call or copy."""
+    patterns = {"cuda_runtime": _WAIT_CALLS, "cuda_driver": _WAIT_CALLS, "gpu_memcpy": _WAIT_COPIES}
+    return Counter(
+        event["name"]
+        for event in events
+        if event.get("cat") in patterns and re.search(patterns[event["cat"]], event["name"])
     )
 
 

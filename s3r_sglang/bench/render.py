@@ -74,6 +74,10 @@ def _kernel_columns(report: Report) -> dict[str, Cell]:
         stages = paper.stages_of(report.model["name"], row.batch_size, row.context)
         return "" if stages is None else f"{stages.ar_attention_ms:.2f} -> {stages.s3r_attention_ms:.2f}"
 
+    def waits(row: SettingResult) -> str:
+        by_engine = [row.kernels[name].host_waits for name in ("autoregressive", "s3r")]
+        return " / ".join("" if found is None else f"{sum(found.values()):.1f}" for found in by_engine)
+
     def kinds(name: str) -> Cell:
         return lambda row: ", ".join(
             f"{kind} {time:.2f}"
@@ -91,6 +95,7 @@ def _kernel_columns(report: Report) -> dict[str, Cell]:
         "GPU idle, AR / S3R": lambda row: (
             f"{row.kernels['autoregressive'].idle_share:.1%} / {row.kernels['s3r'].idle_share:.1%}"
         ),
+        "the host waits, times a step / round": waits,
     }
 
 

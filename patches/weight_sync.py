@@ -27,7 +27,7 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     Raises:
         Refused: 409, which SGLang's endpoints return; 400 for a parameter `wait` that is no boolean.
     """
-    from s3r_sglang.server.gate import gate_of, wants_wait
+    from s3r_sglang.server.gate import Refused, gate_of, wants_wait
     from s3r_sglang.server.protocol import SESSION_HEADER
 
     if not _applies(manager):
@@ -51,9 +51,24 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
             await settle(manager)
         token = _updating.set(manager)
         try:
-            return await original(manager, obj, request)
+            result = await original(manager, obj, request)
+        except Refused:  # before the schedulers heard of it
+            raise
+        except BaseException:
+            await _take_note(manager, gate, success=False)
+            raise
         finally:
             _updating.reset(token)
+        await _take_note(manager, gate, success=result[0])
+        return result
+
+
+async def _take_note(manager, gate, success: bool) -> None:
+    """Tell the gate how an update has ended. Until the schedulers have said more, a failure is the worst one."""
+    gate.updated(success, mixed=gate.mixed or not success)
+    if gate.mixed:
+        states = await manager.get_internal_state()
+        gate.mixed = any(state["s3r_weights_mixed"] for state in states)
 
 
 async def acquire_writer(original: Callable[..., Awaitable[None]], lock) -> None:

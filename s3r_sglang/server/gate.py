@@ -13,6 +13,12 @@ from fastapi import HTTPException
 MAX_GROUPS = int(os.environ.get("S3R_MAX_GROUPS", 4096))
 
 
+MIXED = (
+    "A weight update has failed half-way, so the weights are neither the old nor the new ones: send all of them "
+    "again, by /update_weights_from_disk or between /s3r/weights/begin and commit."
+)
+
+
 class Refused(HTTPException):
     """An operation that the gate does not allow now; `detail` is one sentence for the caller."""
 
@@ -44,6 +50,7 @@ class Gate:
         held: groups that wait for a weight update to end.
         sleeping: names of the memory regions that are released.
         weight_updates: weight updates taken since the start.
+        mixed: whether an update has failed on the way, so that the weights are neither the old nor the new ones.
         session: key of the open update session, within which the weights may be partly updated, or None.
         changing: held by whoever changes weights or memory; one after the other, in the order of arrival.
     """
@@ -54,7 +61,9 @@ class Gate:
         self.held = 0
         self.sleeping: set[str] = set()
         self.weight_updates = 0
+        self.mixed = False
         self.session: str | None = None
+        self._updates_of_session: int | None = 0  # None after a failure
         self.changing = asyncio.Lock()
         self._exclusive = 0
         self._changed = asyncio.Condition()
@@ -69,9 +78,15 @@ class Gate:
         if self.sleeping:
             raise asleep(self.sleeping)
 
+    def refuse_if_mixed(self) -> None:
+        """Raise Refused (503) if the weights are a mixture that no update in progress is going to mend."""
+        if self.mixed and self.session is None:
+            raise Refused(503, MIXED)
+
     def refuse_generation(self) -> None:
         """Raise Refused (503) if nothing may be sampled now: asleep, or the weights may be partly updated."""
         self.refuse_if_asleep()
+        self.refuse_if_mixed()
         if self.session is not None:
             raise Refused(503, "The weights are being updated: retry later.")
 
@@ -79,9 +94,12 @@ class Gate:
         """Admit `groups` groups at once, so that they share one snapshot; waits for a weight update to end.
 
         Raises:
-            Refused: 503 if the engine is asleep, 429 if too many groups are in flight or held.
+            Refused: 503 if the engine is asleep or an update has failed, 429 if too many groups are in
+                flight or held.
         """
         self.refuse_if_asleep()
+        if not self.closed:
+            self.refuse_if_mixed()
         if self.in_flight + self.held + groups > self.max_groups:
             raise Refused(
                 429, f"{self.in_flight + self.held} of {self.max_groups} groups are in progress: retry later."
@@ -91,6 +109,7 @@ class Gate:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self.closed)
                 self.refuse_if_asleep()
+                self.refuse_if_mixed()
                 self.in_flight += groups
         finally:
             self.held -= groups
@@ -141,7 +160,16 @@ class Gate:
         """
         async with self.exclusive(wait):
             self.session = secrets.token_hex(8)
+            self._updates_of_session = 0
             return self.session
+
+    def updated(self, success: bool, mixed: bool) -> None:
+        """An update has ended, within the open session if there is one, and may have left a mixture behind."""
+        self.mixed = mixed
+        if not success:
+            self._updates_of_session = None
+        elif self._updates_of_session is not None:
+            self._updates_of_session += 1
 
     def check_session(self, key: str) -> None:
         """Raise Refused (409) if `key` is not that of the open session."""
@@ -153,12 +181,15 @@ class Gate:
         """Run, then end the session and let groups in; no other trainer can take over meanwhile.
 
         Raises:
-            Refused: 409 if `key` is not that of the open session.
+            Refused: 409 if `key` is not that of the open session, or an update has failed and not been repeated.
         """
         async with self.changing:
             self.check_session(key)
+            if self._updates_of_session is None or (self.mixed and not self._updates_of_session):
+                raise Refused(409, "An update has failed: begin a new session and send all weights again.")
             yield
             async with self._changed:
+                self.mixed = False
                 self.session = None
                 self._changed.notify_all()
 

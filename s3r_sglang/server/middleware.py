@@ -30,7 +30,7 @@ class GateMiddleware:
     """Answers 503 for `GENERATING` while the gate says so; ASGI, so that streams and bodies pass untouched.
 
     /health generates a token as well, and calls the server unhealthy if none comes within 20 s. One that is
-    asleep, or takes weights for longer than that, is alive.
+    asleep, or takes weights for longer than that, or waits for new ones after a failure, is alive.
     """
 
     def __init__(self, app: Any, gate: Gate) -> None:
@@ -45,7 +45,7 @@ class GateMiddleware:
                 self.gate.refuse_generation()
             except Refused as refusal:
                 app = error(refusal.status_code, refusal.detail, {"Retry-After": "1"})
-        elif path == "/health" and (self.gate.sleeping or self.gate.closed):
+        elif path == "/health" and (self.gate.sleeping or self.gate.closed or self.gate.mixed):
             app = Response()
         await app(scope, receive, send)
 

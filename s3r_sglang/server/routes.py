@@ -16,7 +16,7 @@ from s3r_sglang.config import config_of, is_self_sparse
 from s3r_sglang.faults import sentence
 from s3r_sglang.server import groups
 from s3r_sglang.server.disconnect import ClientGoneError, unless_disconnected
-from s3r_sglang.server.gate import Gate, Refused, gate_of, wants_wait
+from s3r_sglang.server.gate import MIXED, Gate, Refused, gate_of, wants_wait
 from s3r_sglang.server.jobs import Job
 from s3r_sglang.server.middleware import (
     GateMiddleware,
@@ -129,7 +129,9 @@ class Service:
     def _status(self) -> str:
         if self.gate.sleeping:
             return "asleep"
-        return "updating" if self.gate.closed else "ready"
+        if self.gate.closed:
+            return "updating"
+        return "mixed" if self.gate.mixed else "ready"
 
     async def ready(self) -> Response:
         """200 if a rollout would be sampled now, else 503 with the reason; never runs the model."""
@@ -138,6 +140,8 @@ class Service:
         if self.manager.gracefully_exit or self.manager.server_status != ServerStatus.Up:
             return error(503, "The server is starting, stopping or unhealthy.")
         status = self._status()
+        if status == "mixed":
+            return error(503, MIXED)
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     def weights(self) -> JSONResponse:

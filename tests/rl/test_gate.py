@@ -200,6 +200,61 @@ def test_nothing_is_generated_asleep_or_between_old_and_new_weights():
     asyncio.run(scenario())
 
 
+def test_a_mixture_of_weights_is_not_sampled_from_until_an_update_mends_it():
+    async def scenario():
+        gate = Gate()
+        await gate.enter(1)
+        update = asyncio.create_task(fail(gate))
+        await settle()
+        held = asyncio.create_task(gate.enter(1))
+        await settle()
+        await gate.leave()
+        await update
+        for refused in (held, gate.enter(1)):
+            with pytest.raises(Refused, match="failed half-way.*send all of them again") as refusal:
+                await refused
+            assert refusal.value.status_code == 503
+        with pytest.raises(Refused, match="failed half-way"):
+            gate.refuse_generation()
+        async with gate.exclusive(wait=False):
+            held = asyncio.create_task(gate.enter(1))
+            await settle()
+            assert gate.held == 1, "an update is under way"
+            gate.updated(True, mixed=False)
+        await asyncio.wait_for(held, 1)
+        gate.refuse_generation()
+
+    asyncio.run(scenario())
+
+
+async def fail(gate):
+    async with gate.exclusive(wait=True):
+        gate.updated(False, mixed=True)
+
+
+def test_a_session_ends_well_only_without_a_failure():
+    """Else a trainer that does not look at the answers gets a new label on old weights, or on a mixture."""
+
+    async def scenario():
+        gate = Gate()
+        session = await gate.open_session(wait=False)
+        gate.updated(True, mixed=False)
+        gate.updated(False, mixed=True)
+        gate.updated(True, mixed=True)
+        with pytest.raises(Refused, match="An update has failed: begin a new session") as refusal:
+            await commit(gate, session)
+        assert refusal.value.status_code == 409
+        session = await gate.open_session(wait=False)
+        with pytest.raises(Refused, match="begin a new session"):
+            await commit(gate, session)
+        assert gate.closed
+        gate.updated(True, mixed=True)
+        await commit(gate, session)
+        await gate.enter(1)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("value", "wait"), [("true", True), ("1", True), ("False", False), ("0", False)])
 def test_wait_is_a_boolean(value, wait):
     assert wants_wait({"wait": value}) is wait

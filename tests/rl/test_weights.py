@@ -1,13 +1,21 @@
 """Weight updates in all three ways, the snapshot rule, and sleep and wake, on a real server."""
 
 import concurrent.futures
+import shutil
 import threading
 import time
 
 import httpx
 import pytest
 import torch
-from s3r_sglang.rl_integration.weights import DistributedSender, WeightSender, WeightSyncError, buckets
+from s3r_sglang.rl_integration.weights import (
+    DistributedSender,
+    WeightSender,
+    WeightSyncError,
+    buckets,
+    serialize,
+)
+from safetensors.torch import load_file, save_file
 from support import (
     LOGPROB_TOLERANCE,
     SAMPLING,
@@ -19,6 +27,8 @@ from support import (
     stats,
     wait_until,
 )
+
+from s3r_sglang.server.gate import MIXED
 
 pytestmark = pytest.mark.slow
 
@@ -340,7 +350,7 @@ def test_names_that_the_model_does_not_have_are_refused(fresh, model, other_mode
 
 def test_a_wrong_shape_or_group_does_not_end_the_server(fresh, model):
     name, weight = "model.norm.weight", model[1].model.norm.weight.detach()
-    with pytest.raises(WeightSyncError, match=r"answered 400: .*send all of them again"):
+    with pytest.raises(WeightSyncError, match=r"answered 400: .*Nothing has been changed"):
         WeightSender(fresh.url).send([(name, weight[:3])], "short")
     WeightSender(fresh.url).send(named(model[1]), "first")
     body = {"names": [], "dtypes": [], "shapes": [], "group_name": "never-joined"}
@@ -349,6 +359,72 @@ def test_a_wrong_shape_or_group_does_not_end_the_server(fresh, model):
     garbage = {"serialized_named_tensors": ["bm90IGEgcGlja2xl"]}
     assert httpx.post(f"{fresh.url}/update_weights_from_tensor", json=garbage, timeout=60).status_code == 400
     assert greedy(fresh)[0] == dense_greedy(model[1])
+
+
+def send_bucket(server, bucket):
+    """One of SGLang's own requests, outside a session of ours."""
+    body = {"serialized_named_tensors": [serialize(bucket)], "weight_version": "second"}
+    return httpx.post(f"{server.url}/update_weights_from_tensor", json=body, timeout=60)
+
+
+def refusals(server):
+    """What the endpoints that would sample say: (status, sentence)."""
+    answers = [
+        rollout(server),
+        httpx.post(f"{server.url}/generate", json={"input_ids": [2, 3]}, timeout=60),
+        httpx.get(f"{server.url}/s3r/ready", timeout=60),
+    ]
+    return {(answer.status_code, answer.json()["error"]["message"]) for answer in answers}
+
+
+def test_an_update_that_fails_half_way_without_a_session_stops_sampling_until_a_whole_one(fresh, other_model):
+    tensors = named(other_model[1])
+    assert send_bucket(fresh, tensors[:5]).status_code == 200
+    wrong = send_bucket(fresh, [*tensors[5:9], ("model.norm.weight", torch.zeros(3))])
+    assert (wrong.status_code, "send all of them again" in wrong.text) == (400, True)
+    assert refusals(fresh) == {(503, MIXED)}
+    assert stats(fresh)["status"] == "mixed"
+    assert httpx.get(f"{fresh.url}/health", timeout=60).status_code == 200
+    # The rest alone does not make them whole: what was sent before the failure may be old.
+    assert send_bucket(fresh, tensors[5:]).status_code == 200
+    assert refusals(fresh) == {(503, MIXED)}
+    assert send_bucket(fresh, tensors[:5]).status_code == 200
+    tokens, group = greedy(fresh)
+    assert (tokens, group["weight_version"]) == (dense_greedy(other_model[1]), "second")
+
+
+@pytest.mark.parametrize("fault", ["half of the tensors", "half of the bytes"])
+def test_a_folder_that_its_trainer_has_not_finished_is_refused(fresh, model, other_model, tmp_path, fault):
+    shutil.copytree(other_model[0], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    if fault == "half of the bytes":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        tensors = load_file(file)
+        save_file({name: tensors[name] for name in sorted(tensors)[::2]}, file, {"format": "pt"})
+    body = {"model_path": str(tmp_path)}
+    refused = httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60)
+    assert refused.status_code == 400, refused.text
+    if fault == "half of the tensors":
+        assert "The folder has no weights for" in refused.text
+        assert refusals(fresh) == {(503, MIXED)}
+    else:
+        assert greedy(fresh)[0] == dense_greedy(model[1])
+    body["model_path"] = str(other_model[0])
+    httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
+    assert greedy(fresh)[0] == dense_greedy(other_model[1])
+
+
+def test_a_session_with_a_failed_update_is_not_committed(fresh, model):
+    """Its label would name the old weights, or a mixture."""
+    session = httpx.post(f"{fresh.url}/s3r/weights/begin", timeout=60).json()["session"]
+    assert send_bucket(fresh, [("model.norm.wight", torch.zeros(32))]).status_code == 400
+    commit = {"session": session, "weight_version": "second"}
+    refused = httpx.post(f"{fresh.url}/s3r/weights/commit", json=commit, timeout=60)
+    assert (refused.status_code, "begin a new session" in refused.text) == (409, True)
+    assert stats(fresh)["weight_version"] == "first"
+    WeightSender(fresh.url).send(named(model[1]), "third")
+    assert greedy(fresh)[1]["weight_version"] == "third"
 
 
 def test_of_two_senders_at_once_the_later_wins_and_the_other_is_told(fresh, model, other_model):

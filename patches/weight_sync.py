@@ -22,7 +22,8 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     """Around `update_weights_from_*`: with no group in flight, and not while the weights are released.
 
     Plain requests are SGLang's to wait for: it takes its writer lock, see `acquire_writer`. It does not on a
-    paused engine, which never finishes what it holds; `wait=true` would not end there.
+    paused engine, which never finishes what it holds; `wait=true` would not end there. What is aborted there ends
+    at once if it waits for its turn, as after a pause of mode `retract`, but not if it is running.
 
     Raises:
         Refused: 409, which SGLang's endpoints return; 400 for a parameter `wait` that is no boolean.
@@ -38,8 +39,8 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
     aborts = getattr(obj, "abort_all_requests", False)
     if aborts:
         manager.abort_request(abort_all=True)
-    elif manager.is_pause and gate.in_flight:
-        raise gate.busy()
+        if manager.is_pause:
+            await gate.drained(IDLE_SECONDS)
     async with _exclusive(gate, request, aborts or wait):
         # Only now: while it waited, the engine may have gone to sleep, or another sender may have taken over.
         _refuse_if_released(gate)
@@ -61,6 +62,16 @@ async def update_weights(original: Callable[..., Awaitable[Any]], manager, obj, 
             _updating.reset(token)
         await _take_note(manager, gate, success=result[0])
         return result
+
+
+async def continue_generation(original: Callable[..., Awaitable[Any]], manager, obj):
+    """Around `continue_generation`: groups that came while the engine was paused have been held."""
+    from s3r_sglang.server.gate import gate_of
+
+    result = await original(manager, obj)
+    if _applies(manager):
+        await gate_of(manager).notify()
+    return result
 
 
 async def _take_note(manager, gate, success: bool) -> None:

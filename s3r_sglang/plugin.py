@@ -64,6 +64,7 @@ HOOKS = (
     Hook(f"{_TOKENIZER}.update_weights_from_tensor", "AROUND", weight_sync.update_weights),
     Hook(f"{_TOKENIZER}.update_weights_from_distributed", "AROUND", weight_sync.update_weights),
     Hook(f"{_TOKENIZER}.update_weights_from_ipc", "AROUND", weight_sync.update_weights),
+    Hook(f"{_TOKENIZER}.continue_generation", "AROUND", weight_sync.continue_generation),
     Hook(f"{_SRT}.utils.aio_rwlock.RWLock.acquire_writer", "AROUND", weight_sync.acquire_writer),
     Hook(f"{_TOKENIZER}.release_memory_occupation", "AROUND", weight_sync.release_memory),
     Hook(f"{_TOKENIZER}.resume_memory_occupation", "AROUND", weight_sync.resume_memory),

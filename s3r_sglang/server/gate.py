@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi import HTTPException
 
@@ -45,9 +45,13 @@ class Gate:
 
     All methods run on the event loop of the HTTP server.
 
+    Args:
+        max_groups: groups that may be in progress at a time.
+        is_paused: whether /pause_generation has paused the engine; `notify` has to be called after its end.
+
     Attributes:
         in_flight: groups that are being sampled.
-        held: groups that wait for a weight update to end.
+        held: groups that wait for a weight update, or a pause, to end.
         sleeping: names of the memory regions that are released.
         weight_updates: weight updates taken since the start.
         mixed: whether an update has failed on the way, so that the weights are neither the old nor the new ones.
@@ -55,8 +59,9 @@ class Gate:
         changing: held by whoever changes weights or memory; one after the other, in the order of arrival.
     """
 
-    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+    def __init__(self, max_groups: int = MAX_GROUPS, is_paused: Callable[[], bool] = lambda: False) -> None:
         self.max_groups = max_groups
+        self.is_paused = is_paused
         self.in_flight = 0
         self.held = 0
         self.sleeping: set[str] = set()
@@ -91,7 +96,7 @@ class Gate:
             raise Refused(503, "The weights are being updated: retry later.")
 
     async def enter(self, groups: int) -> None:
-        """Admit `groups` groups at once, so that they share one snapshot; waits for a weight update to end.
+        """Admit `groups` groups at once, so that they share one snapshot; waits for an update or a pause to end.
 
         Raises:
             Refused: 503 if the engine is asleep or an update has failed, 429 if too many groups are in
@@ -107,7 +112,7 @@ class Gate:
         self.held += groups
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: not self.closed)
+                await self._changed.wait_for(lambda: not self.closed and not self.is_paused())
                 self.refuse_if_asleep()
                 self.refuse_if_mixed()
                 self.in_flight += groups
@@ -120,6 +125,17 @@ class Gate:
             self.in_flight -= 1
             self._changed.notify_all()
 
+    async def notify(self) -> None:
+        """Let in what was held, if nothing holds it any more."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until no group is in flight, but no longer than `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: self.in_flight == 0)
+
     @contextlib.asynccontextmanager
     async def exclusive(self, wait: bool) -> AsyncIterator[None]:
         """Hold new groups back and run with none in flight, and with no other change under way.
@@ -128,9 +144,9 @@ class Gate:
             wait: wait for the groups in flight instead of refusing.
 
         Raises:
-            Refused: 409 with the number of groups in flight.
+            Refused: 409 with the number of groups in flight; on a paused engine, where they do not end, always.
         """
-        if self.in_flight and not wait:
+        if self.in_flight and (not wait or self.is_paused()):
             raise self.busy()
         self._exclusive += 1
         try:
@@ -146,10 +162,14 @@ class Gate:
 
     def busy(self) -> Refused:
         """The refusal of a change while groups are in flight."""
+        advice = (
+            "the engine is paused, so call /continue_generation, or /pause_generation with mode abort."
+            if self.is_paused()
+            else "retry later, or add ?wait=true."
+        )
         return Refused(
             409,
-            f"{self.in_flight} groups are in flight and must end under the weights they began with: "
-            "retry later, or add ?wait=true.",
+            f"{self.in_flight} groups are in flight and must end under the weights they began with: {advice}",
         )
 
     async def open_session(self, wait: bool) -> str:
@@ -198,6 +218,6 @@ def gate_of(tokenizer_manager: object) -> Gate:
     """The gate of the replica that `tokenizer_manager` (SGLang's TokenizerManager) talks to."""
     gate = vars(tokenizer_manager).get("s3r_gate")
     if gate is None:
-        gate = Gate()
+        gate = Gate(is_paused=lambda: tokenizer_manager.is_pause)  # type: ignore[attr-defined]
         tokenizer_manager.s3r_gate = gate  # type: ignore[attr-defined]
     return gate

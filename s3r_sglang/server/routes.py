@@ -131,7 +131,9 @@ class Service:
             return "asleep"
         if self.gate.closed:
             return "updating"
-        return "mixed" if self.gate.mixed else "ready"
+        if self.gate.mixed:
+            return "mixed"
+        return "paused" if self.gate.is_paused() else "ready"
 
     async def ready(self) -> Response:
         """200 if a rollout would be sampled now, else 503 with the reason; never runs the model."""

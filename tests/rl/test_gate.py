@@ -211,7 +211,7 @@ def test_a_mixture_of_weights_is_not_sampled_from_until_an_update_mends_it():
         await gate.leave()
         await update
         for refused in (held, gate.enter(1)):
-            with pytest.raises(Refused, match="failed half-way.*send all of them again") as refusal:
+            with pytest.raises(Refused, match=r"failed half-way.*send all of them again") as refusal:
                 await refused
             assert refusal.value.status_code == 503
         with pytest.raises(Refused, match="failed half-way"):
@@ -230,6 +230,34 @@ def test_a_mixture_of_weights_is_not_sampled_from_until_an_update_mends_it():
 async def fail(gate):
     async with gate.exclusive(wait=True):
         gate.updated(False, mixed=True)
+
+
+def test_a_paused_engine_holds_groups_until_it_goes_on_and_changes_refuse_those_in_flight():
+    async def scenario():
+        paused = [False]
+        gate = Gate(is_paused=lambda: paused[0])
+        await gate.enter(1)
+        paused[0] = True
+        held = asyncio.create_task(gate.enter(1))
+        await settle()
+        assert gate.held == 1
+        for wait in (False, True):
+            with pytest.raises(Refused, match=r"1 groups are in flight.*the engine is paused, so call"):
+                await gate.open_session(wait)
+        started = asyncio.get_running_loop().time()
+        await gate.drained(0.05)
+        assert asyncio.get_running_loop().time() - started >= 0.05
+        await gate.leave()
+        await gate.drained(5)
+        async with gate.exclusive(wait=False):
+            pass
+        await settle()
+        assert gate.held == 1
+        paused[0] = False
+        await gate.notify()
+        await asyncio.wait_for(held, 1)
+
+    asyncio.run(scenario())
 
 
 def test_a_session_ends_well_only_without_a_failure():

@@ -1,4 +1,4 @@
-"""Weights that a model does not take are refused, and what is partly new is known: the hooks around SGLang's worker."""
+"""What a model does not take is refused, and what is partly new is known: the hooks around SGLang's worker."""
 
 from types import SimpleNamespace
 

@@ -231,6 +231,37 @@ def test_a_paused_engine_with_requests_takes_no_weights(fresh, other_model):
     assert groups(fresh)[0]["weight_version"] == "first"
 
 
+def test_groups_that_come_while_the_engine_is_paused_are_sampled_from_the_weights_that_come_meanwhile(
+    fresh, other_model
+):
+    httpx.post(f"{fresh.url}/pause_generation", json={}, timeout=60).raise_for_status()
+    late, result = background(lambda: rollout(fresh))
+    wait_until(lambda: stats(fresh)["groups_held"] == 1)
+    assert httpx.get(f"{fresh.url}/s3r/ready", timeout=60).json() == {"status": "paused"}
+    body = {"model_path": str(other_model[0]), "weight_version": "second", "abort_all_requests": True}
+    started = time.monotonic()
+    httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
+    assert time.monotonic() - started < 8, "it waited for a group that was not in the engine"
+    httpx.post(f"{fresh.url}/continue_generation", json={}, timeout=60).raise_for_status()
+    late.join()
+    assert result[0].json()["groups"][0]["weight_version"] == "second"
+
+
+def test_an_update_aborts_the_groups_of_an_engine_that_was_paused_by_retracting_them(fresh, other_model):
+    thread, result = background(lambda: rollout(fresh, **LONG))
+    wait_until(lambda: stats(fresh)["engine"][0]["num_running_reqs"] == 4)
+    httpx.post(f"{fresh.url}/pause_generation", json={"mode": "retract"}, timeout=60).raise_for_status()
+    body = {"model_path": str(other_model[0]), "weight_version": "second"}
+    refused = httpx.post(f"{fresh.url}/update_weights_from_disk?wait=true", json=body, timeout=60)
+    assert (refused.status_code, "the engine is paused, so call" in refused.text) == (409, True)
+    body["abort_all_requests"] = True
+    httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
+    thread.join()
+    assert result[0].json()["groups"][0]["type"] == "error"
+    httpx.post(f"{fresh.url}/continue_generation", json={}, timeout=60).raise_for_status()
+    assert groups(fresh)[0]["weight_version"] == "second"
+
+
 def test_nothing_is_sampled_from_weights_that_are_partly_new(fresh, other_model):
     session = httpx.post(f"{fresh.url}/s3r/weights/begin", timeout=60).json()["session"]
     late, result = background(lambda: rollout(fresh))

@@ -63,7 +63,7 @@ class KVController:
             recompute=self._recompute,
         )
         self._admission_closed = False
-        self._decode_batches = 0
+        self._rounds = self._prefills = 0
         self._next_metrics = 0.0
         self._idle = False
         reports = scheduler.ps.tp_rank == 0
@@ -95,7 +95,7 @@ class KVController:
                 self._make_room(batches)
                 self.core.restore(_unfinished(batches))
             self._admit_by_what_fits(running, last)
-            if self._admission_closed and self.core.admissible(len(running.reqs)) > 0:
+            if self._admission_closed and self._admissible(len(running.reqs)) > 0:
                 running.batch_is_full = self._admission_closed = False
         plan = original(self.scheduler, running_batch=running, last_batch=last)
         self._observe(plan.batch_to_run, plan.running_batch)
@@ -105,7 +105,7 @@ class KVController:
         """After `Scheduler.get_num_allocatable_reqs`: restoration before admission, and the limit C."""
         if not self.offloads:
             return allowed
-        ours = self.core.admissible(active)
+        ours = self._admissible(active)
         # SGLang now takes the batch to be full until a request leaves it; the limit may rise before.
         self._admission_closed |= ours < allowed
         return min(ours, allowed)
@@ -189,6 +189,9 @@ class KVController:
         running.merge_batch(batch)
         return running
 
+    def _admissible(self, active: int) -> int:
+        return self.core.admissible(active, len(self.scheduler.waiting_queue))
+
     def _agreed(self, count: int) -> int:
         """The lowest count of all tensor-parallel ranks: copies end at different times."""
         if self.scheduler.ps.tp_size == 1:
@@ -243,11 +246,12 @@ class KVController:
         self.scheduler.new_token_ratio_tracker.current = 1.0
 
     def _observe(self, batch: ScheduleBatch | None, running: ScheduleBatch) -> None:
-        decodes = batch is not None and batch.forward_mode.is_decode()
-        if decodes:
+        if batch is not None and batch.forward_mode.is_extend():
+            self._prefills += 1
+        elif batch is not None and batch.forward_mode.is_decode():
             self.core.update_limit()
-            self._decode_batches += 1
-            if self._log_interval and self._decode_batches % self._log_interval == 0:
+            self._rounds += 1
+            if self._log_interval and self._rounds % self._log_interval == 0:
                 logger.info("S3R KV: %s", self._stats(running).line())
         # The state in which the replica falls idle is shown at once: it may sleep then.
         falls_idle, self._idle = batch is None and not self._idle, batch is None
@@ -262,6 +266,8 @@ class KVController:
             waiting=len(self.scheduler.waiting_queue),
             recomputed=self.recomputed,
             tokens=self.scheduler.draft_worker.metrics.tokens,
+            rounds=self._rounds,
+            prefills=self._prefills,
         )
 
 

@@ -16,6 +16,9 @@ from s3r_sglang.sglang_symbols import Req
 
 logger = logging.getLogger(__name__)
 
+# Requests start together, as many as this part of the limit: 5 of 160, 8 of 256.
+START_TOGETHER = 32
+
 
 class KVScheduler:
     """Requests whose KV is away, and the concurrency limit of one replica.
@@ -136,9 +139,14 @@ class KVScheduler:
         left = (req.sampling_params.max_new_tokens - len(req.output_ids) for req in requests)
         return sum(min(room, max(0, tokens) + self.reserve) for tokens in left)
 
-    def admissible(self, active: int) -> int:
-        """How many requests may start besides `active` ones: restoration comes first."""
-        return 0 if self.away else max(0, self.limit - active)
+    def admissible(self, active: int, waiting: int) -> int:
+        """How many of `waiting` requests may start besides `active` ones: restoration comes first.
+
+        None until some can start together. Where the limit binds, each response that ends would let one request
+        in, and every prefill keeps all others waiting for the launches of a forward.
+        """
+        allowed = 0 if self.away else max(0, self.limit - active)
+        return allowed if allowed >= min(waiting, self.limit // START_TOGETHER) else 0
 
     def update_limit(self) -> None:
         """Apply the policy once, after a decode batch was formed."""
@@ -161,7 +169,8 @@ class KVScheduler:
         logger.warning("S3R: request %s loses its KV and will be recomputed.", gone.req.rid)
         self._recompute(self.remove(gone))
 
-    def stats(self, policy: str, active: int, waiting: int, recomputed: int, tokens: int) -> KVStats:
+    def stats(self, policy: str, active: int, waiting: int, **totals: int) -> KVStats:
+        """With the fields of `KVStats` that others count: `recomputed`, `tokens`, `rounds`, `prefills`."""
         block = self.pager.host.block_tokens
         return KVStats(
             policy=policy,
@@ -177,10 +186,9 @@ class KVScheduler:
             repauses=self._repauses,
             pages_out=self._pages_out,
             pages_in=self._pages_in,
-            recomputed=recomputed,
             restores=self._restores,
             restore_seconds=self._restore_seconds,
-            tokens=tokens,
+            **totals,
         )
 
     def _pause(self, req: Req) -> None:

@@ -28,6 +28,7 @@ class KVStats:
         restores, restore_seconds: restorations and the sum of their latencies, from the allocation of pages until
             the request is back in the batch.
         tokens: tokens that rounds have committed, those behind the end of a response included.
+        rounds, prefills: batches formed to decode, and to prefill.
     """
 
     policy: str
@@ -48,6 +49,8 @@ class KVStats:
     restores: int = 0
     restore_seconds: float = 0.0
     tokens: int = 0
+    rounds: int = 0
+    prefills: int = 0
 
     @property
     def pages_per_1000_tokens(self) -> float:

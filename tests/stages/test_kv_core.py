@@ -179,16 +179,23 @@ def test_somebody_comes_back_if_nothing_runs(scheduler):
 
 def test_nothing_is_admitted_before_what_is_away(scheduler):
     core, _ = scheduler(free=0, limit=10)
-    assert [core.admissible(active) for active in (0, 4, 10, 12)] == [10, 6, 0, 0]
+    assert [core.admissible(active, 100) for active in (0, 4, 9, 10, 12)] == [10, 6, 1, 0, 0]
     core.make_room([Request("a", 20), Request("x", 500)])
-    assert core.admissible(0) == 0
+    assert core.admissible(0, 1) == 0
     core.pager.free_pages = 900
     core.restore([])
-    assert core.admissible(0) == 0, "on its way back"
+    assert core.admissible(0, 1) == 0, "on its way back"
     assert core.copied() == 0
     core.pager.copies_done = 1
     assert names(core.rejoin(core.copied())) == ["a"]
-    assert core.admissible(1) == 9
+    assert core.admissible(1, 1) == 9
+
+
+def test_requests_start_together(scheduler):
+    """5 of 160: one prefill for five responses that ended, not five."""
+    core, _ = scheduler(free=0, limit=160)
+    assert [core.admissible(active, 100) for active in (0, 155, 156, 159, 160)] == [160, 5, 0, 0, 0]
+    assert [core.admissible(157, waiting) for waiting in (1, 3, 4)] == [3, 3, 0], "no more than wait"
 
 
 def test_the_limit_follows_utilization_and_backlog(scheduler):
@@ -218,7 +225,7 @@ def test_without_pressure_all_slots_are_used(scheduler):
     assert (rule.minimum, rule.maximum) == (188, 300)
     core, _ = scheduler(free=10**6, total=10**6, limit=AimdPolicy(rule))
     active = 0
-    while admitted := core.admissible(active):
+    while admitted := core.admissible(active, 300 - active):
         active += admitted
         core.update_limit()
     assert active == 300
@@ -234,10 +241,11 @@ def test_totals(scheduler):
         core.pager.free_pages, core.pager.copies_done = 900, 1
         core.restore([Request("x", 500)])
         core.rejoin(core.copied())
-    stats = core.stats("offload", active=7, waiting=2, recomputed=3, tokens=400)
+    stats = core.stats("offload", active=7, waiting=2, recomputed=3, tokens=400, rounds=9)
     assert (stats.pauses, stats.repauses, stats.restores, stats.recomputed) == (2, 1, 2, 3)
     assert (stats.pages_out, stats.pages_in, stats.pages_per_1000_tokens) == (40, 40, 200.0)
     assert (stats.host_pages_used, stats.host_pages_peak, stats.host_pages_capacity) == (16, 24, 40)
     assert (stats.active, stats.paused, stats.waiting, stats.limit) == (7, 0, 2, 100)
+    assert (stats.rounds, stats.prefills) == (9, 0)
     assert 0 <= stats.restore_seconds < 1
     assert "pauses 2 (1 again), pages moved per 1,000 tokens 200.0" in stats.line()

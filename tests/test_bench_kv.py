@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections import deque
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 
 from s3r_sglang.bench import load, page, paper
 from s3r_sglang.bench.kv import execute, render, run
+from s3r_sglang.bench.kv.bound import SAMPLES_PER_WINDOW, bound
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvReport, KvRun, KvSample, KvTotals
-from s3r_sglang.bench.kv.workload import Workload, peak_demand, response_lengths
+from s3r_sglang.bench.kv.workload import Workload, median_length, peak_demand, response_lengths
 from s3r_sglang.bench.load import LoadError
 from s3r_sglang.bench.probe import planned_rid
 from s3r_sglang.cli import app
@@ -36,6 +38,17 @@ def test_lengths_have_a_long_tail_and_the_same_head_for_any_count():
     assert sorted(lengths)[10_000] == pytest.approx(0.2 * 16384, rel=0.03)
     assert lengths.count(16384) / len(lengths) == pytest.approx(0.037, abs=0.005)
     assert sum(lengths) / len(lengths) / 16384 == pytest.approx(0.28, abs=0.01)
+
+
+def test_a_median_may_be_given_in_tokens():
+    assert response_lengths(50, 16384, seed=3, median=3277) == pytest.approx(
+        response_lengths(50, 16384, seed=3), abs=1
+    )
+    lengths = response_lengths(20_000, 16384, seed=3, median=700)
+    assert sorted(lengths)[10_000] == pytest.approx(700, rel=0.03)
+    assert sum(lengths) / len(lengths) == pytest.approx(700 * math.exp(0.9**2 / 2), rel=0.03)
+    with pytest.raises(LoadError, match="median of 101 tokens exceeds the longest response, 100"):
+        response_lengths(5, 100, seed=3, median=101)
 
 
 def test_responses_of_a_group_have_one_prompt():
@@ -64,6 +77,12 @@ def by_steps(prompts, lengths, slots):
 def test_peak_demand_is_that_of_a_step_by_step_rollout(requests, slots):
     prompts, lengths = zip(*requests, strict=True)
     assert peak_demand(prompts, lengths, slots) == by_steps(prompts, lengths, slots)
+
+
+def test_what_starts_where_others_end_does_not_meet_them():
+    """Two end at once: the second and the prompt that follows the first are never held together."""
+    assert peak_demand([1, 9, 5, 1], [1, 1, 1, 1], 2) == by_steps([1, 9, 5, 1], [1, 1, 1, 1], 2) == 12
+    assert peak_demand([1, 2, 4], [2, 2, 1], 2) == by_steps([1, 2, 4], [2, 2, 1], 2) == 7
 
 
 def test_the_pool_is_the_peak_demand_over_the_pressure():
@@ -132,11 +151,11 @@ def test_lost_short_swapped_and_aborted_answers_are_found():
 def test_sglangs_admission_is_scaled_with_the_lengths(monkeypatch):
     monkeypatch.delenv(run.CLIP_ENV, raising=False)
     for longest, clip in {16384: "4096", 40000: "4096", 4096: "1024", 2: "1"}.items():
-        with run.scaled_admission(longest):
+        with run.scaled_admission(median_length(longest, None)):
             assert os.environ[run.CLIP_ENV] == clip
     assert run.CLIP_ENV not in os.environ
     monkeypatch.setenv(run.CLIP_ENV, "77")
-    with run.scaled_admission(4096):
+    with run.scaled_admission(800):
         assert os.environ[run.CLIP_ENV] == "77"
 
 
@@ -259,6 +278,76 @@ def test_the_page_shows_rows_in_the_papers_order_with_its_figures():
     assert not any(line.startswith("| offload / recompute") for line in page)
 
 
+COSTS = {"round": 14e-3, "request": 5e-5, "page": 3e-8, "pause": 2e-3, "prefill": 9e-3}
+
+
+def samples_of(costs, job, windows=60, tail=20):
+    """What a scheduler shows whose time is spent as `costs` say; the last windows are the tail.
+
+    Returns:
+        The samples, and the rounds that a full pool would have saved.
+    """
+    chance, state = random.Random(0), dict.fromkeys(("seconds", "rounds", "prefills", "pauses"), 0)
+    here, samples, saved = (100, 0.8), [], 0.0
+    for window in range(windows):
+        waiting = 9 if window < windows - tail else 0
+        active, held = here
+        for _ in range(SAMPLES_PER_WINDOW):
+            # Between the ends of a window nothing is looked at.
+            samples.append(
+                KvSample(limit=256, active=active, paused=0, waiting=waiting, utilization=held, **state)
+            )
+        here = chance.randint(1, 180), chance.uniform(0.75, 1) if waiting else chance.random()
+        rounds, pauses, prefills = chance.randint(20, 50), chance.randint(0, 9), chance.randint(0, 4)
+        mean_active, mean_held = (active + here[0]) / 2, (held + here[1]) / 2
+        per_round = (
+            costs["round"] + costs["request"] * mean_active + costs["page"] * mean_held * job.pool_tokens
+        )
+        state["seconds"] += rounds * per_round + pauses * costs["pause"] + prefills * costs["prefill"]
+        state["rounds"] += rounds
+        state["pauses"] += pauses
+        state["prefills"] += prefills
+        saved += rounds * (1 - mean_held) if window < windows - tail - 1 else 0
+    last = samples[-1].model_copy(update={"active": here[0], "utilization": here[1], **state})
+    return (*samples, last), saved
+
+
+def test_costs_are_found_and_what_other_schedules_could_save():
+    job = a_job()
+    samples, rounds_saved = samples_of(COSTS, job)
+    end = samples[-1]
+    row = a_run("offload", 2_000_000 / end.seconds, pages=0).model_copy(update={"samples": samples})
+    found = bound(row, job)
+    assert found.costs.model_dump() == pytest.approx(COSTS, rel=1e-6)
+    assert found.slack == pytest.approx(COSTS["round"] * rounds_saved)
+    assert found.pauses == pytest.approx(COSTS["pause"] * end.pauses)
+    assert found.prefills == pytest.approx(COSTS["prefill"] * end.prefills)
+    saved = found.slack + found.pauses + found.prefills
+    assert found.gain == pytest.approx(end.seconds / (end.seconds - saved))
+    assert 0.75 < found.pool < 1
+
+
+def test_slots_that_are_full_leave_nothing():
+    samples, _ = samples_of(COSTS, a_job())
+    full = tuple(sample.model_copy(update={"active": 256}) for sample in samples)
+    found = bound(a_run("offload", 15_000, pages=0).model_copy(update={"samples": full}), a_job())
+    assert (found.slack, found.pool) == (0.0, None)
+
+
+def test_without_counts_of_rounds_there_is_no_bound():
+    report = a_report()
+    assert [bound(row, report.job) for row in report.rows] == [None] * 3
+    assert "## What is left" not in render.markdown(report, None)
+    samples, _ = samples_of(COSTS, report.job)
+    kv = report.runs["aimd"].kv.model_copy(update={"rounds": 2, "prefills": 5})
+    aimd = report.runs["aimd"].model_copy(update={"samples": samples, "kv": kv})
+    page = render.markdown(report.model_copy(update={"runs": report.runs | {"aimd": aimd}}), None)
+    lines = page[page.index("## What is left") :].splitlines()
+    ar, aimd = (line for line in lines if line.startswith("| A"))
+    assert ar == "| AR |  |  |  |  |  |  |  |  |"
+    assert aimd.startswith("| AIMD | 2 | 2 | 14.0 ms |")
+
+
 def test_logprobs_far_from_autoregressive_decodings_are_a_fault():
     assert a_report(aimd=2e-3, ar=1e-3).faults == []
     assert a_report(aimd=2e-3).faults == []
@@ -291,6 +380,7 @@ def test_rows_of_the_same_job_are_taken_over_and_others_refused(tmp_path):
         ([], "is a shape without weights: add --load-format dummy"),
         (["--load-format", "dummy", "--variants", "fast"], "'fast' is none of ar"),
         (["--load-format", "dummy", "--max-length", "50000"], "do not fit the model's 40960 positions"),
+        (["--load-format", "dummy", "--median-length", "16385"], "median of 16385 tokens exceeds"),
         (["--load-format", "dummy", "--slots", "1"], "does not hold one response"),
         (["--load-format", "dummy", "--imposed-acceptance", "0.5,0.9"], "must fall"),
         (["--load-format", "dummy", "--s3r-mode", "direct"], "s3r bench-kv compares engines"),

@@ -91,6 +91,9 @@ def bench_kv(
     max_length: Annotated[
         int, typer.Option(min=8, help="Longest response; the KV pool shrinks with it, and so does the time.")
     ] = 16384,
+    median_length: Annotated[
+        int | None, typer.Option(min=1, help="Median response in tokens. [default: 0.2 of --max-length]")
+    ] = None,
     pressure: Annotated[
         float, typer.Option(min=0.1, help="Peak demand for KV over the size of the KV pool.")
     ] = 1.5,
@@ -122,6 +125,7 @@ def bench_kv(
         slots=slots,
         prompt_length=prompt_length,
         max_length=max_length,
+        median_length=median_length,
         pressure=pressure,
         imposed_acceptance=imposed_acceptance,
         text=text,

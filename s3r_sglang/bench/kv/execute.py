@@ -33,6 +33,7 @@ class Options:
     slots: int
     prompt_length: int
     max_length: int
+    median_length: int | None
     pressure: float
     imposed_acceptance: str | None
     text: Path | None
@@ -105,6 +106,7 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
         requests=options.requests,
         group_size=options.group_size,
         longest=options.max_length,
+        median=options.median_length,
         seed=options.seed,
     )
     positions = config.get("max_position_embeddings", workload.context)
@@ -125,6 +127,7 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
         slots=options.slots,
         prompt_length=options.prompt_length,
         longest=options.max_length,
+        median=options.median_length,
         pressure=options.pressure,
         seed=options.seed,
         pool_tokens=workload.pool(options.slots, options.pressure),

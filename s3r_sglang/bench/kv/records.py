@@ -56,6 +56,7 @@ class KvJob(Record):
     """All that two runs must have in common to be rows of one table; see `s3r bench-kv --help`.
 
     Attributes:
+        longest, median: tokens of a response; without a median, it is `workload.MEDIAN_SHARE` of the longest.
         pool_tokens: size of the KV pool, derived from the others.
         peak_demand: tokens that full slots would hold at most if memory were unlimited.
         tokens: of all responses.
@@ -72,6 +73,7 @@ class KvJob(Record):
     slots: int
     prompt_length: int
     longest: int
+    median: int | None = None
     pressure: float
     seed: int
     pool_tokens: int
@@ -81,7 +83,11 @@ class KvJob(Record):
 
 
 class KvSample(Record):
-    """The scheduler at a moment, `seconds` after the first request was sent."""
+    """The scheduler at a moment, `seconds` after the first request was sent; see `KVStats`.
+
+    Attributes:
+        rounds, prefills, pauses: since the process started; 0 in reports that do not have them yet.
+    """
 
     seconds: float
     limit: int
@@ -89,6 +95,9 @@ class KvSample(Record):
     paused: int
     waiting: int
     utilization: float
+    rounds: int = 0
+    prefills: int = 0
+    pauses: int = 0
 
 
 class KvTotals(Record):
@@ -103,6 +112,8 @@ class KvTotals(Record):
     restore_seconds: float
     host_pages_peak: int
     host_pages_capacity: int
+    rounds: int = 0
+    prefills: int = 0
 
     @computed_field
     @property

@@ -7,7 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from s3r_sglang.bench import page, paper
+from s3r_sglang.bench.kv.bound import Bound, bound
 from s3r_sglang.bench.kv.records import KvReport, KvRun, KvTotals
+from s3r_sglang.bench.kv.workload import median_length
 
 Cell = Callable[[KvRun], str]
 PLOTTED = ("offload", "aimd")
@@ -61,8 +63,34 @@ def _kv_columns(report: KvReport) -> dict[str, Cell]:
     }
 
 
+def _bound_columns(report: KvReport) -> dict[str, Cell]:
+    bounds = {row.variant: bound(row, report.job) for row in report.rows}
+
+    def of(cell: Callable[[KvRun, KvTotals, Bound], str]) -> Cell:
+        def text(row: KvRun) -> str:
+            found = bounds[row.variant]
+            return "" if row.kv is None or found is None else cell(row, row.kv, found)
+
+        return text
+
+    return {
+        "": lambda row: row.title,
+        "rounds": of(lambda row, kv, _: str(kv.rounds)),
+        "requests per round": of(lambda row, kv, _: f"{sum(row.accept_histogram) / kv.rounds:.0f}"),
+        "fixed cost": of(lambda row, kv, it: f"{1e3 * it.costs.round:.1f} ms"),
+        "pool in use": of(lambda row, kv, it: "" if it.pool is None else f"{it.pool:.1%}"),
+        "rounds not full": of(lambda row, kv, it: f"{it.slack:.2f} s"),
+        "pauses": of(lambda row, kv, it: f"{it.pauses:.2f} s"),
+        "prefills": of(lambda row, kv, it: f"{it.prefills:.2f} s ({kv.prefills})"),
+        "gain without all": of(lambda row, kv, it: f"{it.gain - 1:+.1%}"),
+    }
+
+
 def _sections(report: KvReport) -> dict[str, dict[str, Cell]]:
-    return {"Generation throughput": _throughput_columns(report), "KV traffic": _kv_columns(report)}
+    sections = {"Generation throughput": _throughput_columns(report), "KV traffic": _kv_columns(report)}
+    if any(bound(row, report.job) for row in report.rows):
+        sections["What is left to other schedules"] = _bound_columns(report)
+    return sections
 
 
 def findings(report: KvReport) -> list[tuple[str, str, str]]:
@@ -102,9 +130,9 @@ def workload_line(report: KvReport) -> str:
     pool_gb = job.pool_tokens * job.kv_bytes_per_token / 1e9
     return (
         f"{job.requests} responses in groups of {job.group_size}, {job.tokens} tokens in all, log-normal lengths "
-        f"up to {job.longest} (hidden from the scheduler), prompts of {job.prompt_length} "
-        f"({job.prompts}); {job.slots} slots; KV pool of {job.pool_tokens} tokens ({pool_gb:.1f} GB), peak demand "
-        f"{job.peak_demand / job.pool_tokens:.2f} times as much"
+        f"of median {median_length(job.longest, job.median):.0f} up to {job.longest} (hidden from the scheduler), "
+        f"prompts of {job.prompt_length} ({job.prompts}); {job.slots} slots; KV pool of {job.pool_tokens} tokens "
+        f"({pool_gb:.1f} GB), peak demand {job.peak_demand / job.pool_tokens:.2f} times as much"
     )
 
 
@@ -131,6 +159,12 @@ def markdown(report: KvReport, plot: str | None) -> str:
         "token here; the paper (arXiv 2610.13202, Table 2: Qwen3-1.7B, ten RL steps, up to 16K tokens) does not "
         "say what its pages hold, so the ratio of two rows is what compares. Its AR row is another engine (vLLM). "
         "The tokens that SGLang's own admission expects of a request (AR, Recompute) are scaled with the lengths.",
+        "",
+        "What is left to other schedules, if the order in which requests start is the same: all read the same "
+        "KV and do the same work per request, so one can only save rounds (each has a fixed cost), pauses and "
+        "forwards that prefill. The costs are fitted to a row's samples (least squares, none negative). Rounds "
+        "not full: the fixed cost of those that a full pool or full slots would have saved while requests "
+        "waited. The last column counts all three as free: no schedule reaches it.",
     ]
     if plot:
         lines += ["", f"![Concurrency limit, utilisation and backlog over time]({plot})"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from s3r_sglang.bench import check, load, provenance
 from s3r_sglang.bench.kv.records import VARIANTS, KvJob, KvRun, KvSample, KvTotals, Variant
-from s3r_sglang.bench.kv.workload import Workload
+from s3r_sglang.bench.kv.workload import Workload, median_length
 from s3r_sglang.bench.load import LoadError
 from s3r_sglang.bench.probe import ProbeConfig, planned_rid
 from s3r_sglang.bench.run import probed_engine
@@ -22,11 +22,13 @@ SAMPLE_SECONDS = 0.2
 STALL_SECONDS = 60.0
 WARM_UP_TOKENS = 24
 # Most tokens that SGLang's admission sets aside for a request, and the longest response of the paper's ablation.
-CLIP_ENV, FULL_CLIP, FULL_LENGTH = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", 4096, 16384
+CLIP_ENV, FULL_CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", 4096
+FULL_MEDIAN = median_length(16384, None)
 # Logprobs are checked for this many responses; all of them would cost a second rollout's prefill.
 CHECKED = 32
-TOTALS = ("pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds")
-STATE = ("limit", "active", "paused", "waiting", "utilization")
+MOVED = ("pauses", "repauses", "pages_out", "pages_in", "recomputed", "restores", "restore_seconds")
+TOTALS = (*MOVED, "rounds", "prefills")
+STATE = ("limit", "active", "paused", "waiting", "utilization", "rounds", "prefills", "pauses")
 
 Progress = Callable[[str], None]
 
@@ -63,7 +65,8 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
     progress(f"{title}: starting the engine")
     argv = _engine_argv(job, key, folder, workload)
     probe = ProbeConfig(imposed_acceptance=job.imposed_acceptance, planned_ends=True)
-    with scaled_admission(job.longest), probed_engine(argv, variant.policy is not None, probe) as engine:
+    admission = scaled_admission(median_length(job.longest, job.median))
+    with admission, probed_engine(argv, variant.policy is not None, probe) as engine:
         _check_pool(job, engine)
         progress(f"{title}: warm-up")
         _warm_up(engine, workload, job.slots)
@@ -98,8 +101,8 @@ def run_variant(job: KvJob, key: str, folder: Path, workload: Workload, progress
 
 
 @contextmanager
-def scaled_admission(longest: int) -> Iterator[None]:
-    """Have engines that start within expect as much of a response, relative to the longest, as at full scale.
+def scaled_admission(median: float) -> Iterator[None]:
+    """Have engines that start within expect as much of a response, relative to the median, as at full scale.
 
     SGLang's own admission (AR and recompute) sets a share of at most 4,096 tokens aside per request. Left at that,
     it would hardly admit anything beside responses of up to 4K tokens, and never be under pressure.
@@ -107,7 +110,7 @@ def scaled_admission(longest: int) -> Iterator[None]:
     if CLIP_ENV in os.environ:
         yield
         return
-    os.environ[CLIP_ENV] = str(max(1, FULL_CLIP * min(longest, FULL_LENGTH) // FULL_LENGTH))
+    os.environ[CLIP_ENV] = str(max(1, int(FULL_CLIP * min(1, median / FULL_MEDIAN))))
     try:
         yield
     finally:
@@ -198,6 +201,8 @@ async def _watch(engine: Any, done: asyncio.Event, begin: float) -> list[KvSampl
         AnswerError: nothing has changed for STALL_SECONDS.
     """
     samples: list[KvSample] = []
+    # The scheduler process stamps its state by the wall clock.
+    started = time.time() - (time.perf_counter() - begin)
     changed, last = begin, None
     while not done.is_set():
         state = kv_state(await _internal_state(engine))
@@ -207,7 +212,7 @@ async def _watch(engine: Any, done: asyncio.Event, begin: float) -> list[KvSampl
             changed, last = time.perf_counter(), state | {"seconds": 0}
         elif time.perf_counter() - changed > STALL_SECONDS:
             raise AnswerError(f"the scheduler has stood still for {STALL_SECONDS:.0f} s: {state}")
-        moment = time.perf_counter() - begin
+        moment = state["seconds"] - started
         samples.append(KvSample(seconds=moment, **{name: state[name] for name in STATE}))
         try:
             await asyncio.wait_for(done.wait(), SAMPLE_SECONDS)

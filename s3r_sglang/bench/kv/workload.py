@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from s3r_sglang.bench.load import LoadError
 
-# A log-normal length with this median (as a share of the longest) and spread, cut off at the longest: mean 0.28 of
-# it, one response in 27 cut off. The paper gives the limit of 16K alone, so the shape is ours.
+# A log-normal length with this median (as a share of the longest, unless another is given) and spread, cut off at
+# the longest: mean 0.28 of it, one response in 27 cut off. The paper gives the limit of 16K alone, so the shape is
+# ours.
 MEDIAN_SHARE, SPREAD = 0.2, 0.9
 # Positions beyond a response's end that SGLang and S3R may want for their last round.
 SPARE = 8
@@ -31,12 +32,23 @@ class Workload:
 
     @classmethod
     def make(
-        cls, prompts: list[list[int]], *, requests: int, group_size: int, longest: int, seed: int
+        cls,
+        prompts: list[list[int]],
+        *,
+        requests: int,
+        group_size: int,
+        longest: int,
+        seed: int,
+        median: int | None = None,
     ) -> "Workload":
-        """`group_size` responses to each prompt, the last one's cut off at `requests` in all."""
+        """`group_size` responses to each prompt, the last one's cut off at `requests` in all.
+
+        Raises:
+            LoadError: the median exceeds the longest.
+        """
         return cls(
             prompts=[prompts[i // group_size] for i in range(requests)],
-            lengths=response_lengths(requests, longest, seed),
+            lengths=response_lengths(requests, longest, seed, median),
             longest=longest,
         )
 
@@ -67,10 +79,17 @@ class Workload:
         return pool
 
 
-def response_lengths(count: int, longest: int, seed: int) -> list[int]:
+def median_length(longest: int, median: int | None) -> float:
+    """Median of the responses in tokens: as given, or a share of the longest."""
+    return MEDIAN_SHARE * longest if median is None else median
+
+
+def response_lengths(count: int, longest: int, seed: int, median: int | None = None) -> list[int]:
     """Long-tailed lengths in 1 … `longest`, the first ones the same for any `count`."""
+    if median is not None and median > longest:
+        raise LoadError(f"a median of {median} tokens exceeds the longest response, {longest}")
     draw = random.Random(seed)
-    log_median = math.log(MEDIAN_SHARE * longest)
+    log_median = math.log(median_length(longest, median))
     return [min(longest, max(1, round(draw.lognormvariate(log_median, SPREAD)))) for _ in range(count)]
 
 
@@ -83,17 +102,22 @@ def peak_demand(prompt_lengths: Sequence[int], lengths: Sequence[int], slots: in
     ends: list[tuple[int, int]] = []  # (step of the last token, request)
     starts: dict[int, int] = {}
     held_at_start, peak, now = 0, 0, 0
+
+    def end_first() -> None:
+        nonlocal held_at_start, peak, now
+        before, (now, gone) = now, heapq.heappop(ends)
+        # All have grown by a token per step since their start; before this end they held most. Others that end at
+        # the same step are gone before anything starts in the place of this one.
+        if now > before:
+            peak = max(peak, held_at_start + (len(ends) + 1) * now)
+        held_at_start -= prompt_lengths[gone] - starts.pop(gone)
+
     for request, (prompt, length) in enumerate(zip(prompt_lengths, lengths, strict=True)):
         if len(ends) == slots:
-            now, gone = heapq.heappop(ends)
-            # All have grown by a token per step since their start; before this end they held most.
-            peak = max(peak, held_at_start + (len(ends) + 1) * now)
-            held_at_start -= prompt_lengths[gone] - starts.pop(gone)
+            end_first()
         starts[request] = now
         held_at_start += prompt - now
         heapq.heappush(ends, (now + length, request))
     while ends:
-        now, gone = heapq.heappop(ends)
-        peak = max(peak, held_at_start + (len(ends) + 1) * now)
-        held_at_start -= prompt_lengths[gone] - starts.pop(gone)
+        end_first()
     return peak

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from s3r_sglang import cpu
 from s3r_sglang.config import CONFIG_ENV, S3RConfig, flag_of, resolve, server_args_fields
+from s3r_sglang.processes import NOT_READY, ended_by_interrupts
 
 # SGLang sizes the KV pool to most of the machine's memory, which a CPU run on a workstation should not take.
 # 32K tokens of float32 take 1.4 GiB for SmolLM2-135M and 1.8 GiB for Qwen2.5-Coder-1.5B.
@@ -72,10 +73,11 @@ def _missing(argv: Sequence[str], defaults: dict[str, object]) -> list[str]:
 
 def serve(argv: Sequence[str]) -> NoReturn:
     """Become SGLang's launcher (s3r_sglang/commands/serve.py) with `argv` and the defaults."""
-    on_gpu = cpu.has_gpu()
     environ = dict(os.environ)
-    if not on_gpu:
-        cpu.prepare(environ)
+    with ended_by_interrupts(NOT_READY):
+        on_gpu = cpu.has_gpu()
+        if not on_gpu:
+            cpu.prepare(environ)
     command = [sys.executable, "-m", "s3r_sglang.commands.serve", *arguments(argv, on_gpu)]
     # Replaces this process, so that signals and the exit status are the server's own.
     sys.stdout.flush()

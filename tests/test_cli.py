@@ -1,5 +1,6 @@
 """The `s3r` command: arguments, defaults by device, refusals, and the doctor's findings."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 
 import httpx
+import psutil
 import pytest
 from s3r_testing import free_port, server_process
 from typer.testing import CliRunner
@@ -156,24 +158,59 @@ def test_serve_speculates_without_being_told_more_than_the_model_and_ends_at_ctr
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_the_server_starts_is_one_line(tmp_path):
-    port, log = free_port(), tmp_path / "log"
+def starting_server(log, until):
+    """`s3r serve` in a session of its own, which has come as far as `until(its processes, its log)`."""
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*S3R, "serve", "--port", str(port), "--model-path", str(models.fetch("smollm2"))],
+            [*S3R, "serve", "--port", str(free_port()), "--model-path", str(models.fetch("smollm2"))],
             stdout=out,
             stderr=out,
             start_new_session=True,
         )
-    # Not before: while it imports and builds its tokenizer, code that catches everything may swallow a Ctrl-C.
     deadline = time.monotonic() + 300
-    while "Load weight begin" not in log.read_text() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        with contextlib.suppress(psutil.Error):  # short-lived ones
+            if until([one.cmdline() for one in family], log.read_text()):
+                return process, family
         time.sleep(0.05)
+    pytest.fail(log.read_text())
+
+
+def ended(processes):
+    """Whether none of them runs any more, a moment from now."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "until",
+    [
+        # Imports that catch everything used to swallow it.
+        lambda commands, log: "s3r_sglang.commands.serve" in commands[0] and len(commands) > 1,
+        lambda commands, log: "Load weight begin" in log,
+    ],
+    ids=["importing", "loading"],
+)
+def test_ctrl_c_while_the_server_starts_is_one_line(tmp_path, until):
+    process, family = starting_server(tmp_path / "log", until)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
-    assert log.read_text().rstrip().endswith("stopped before the server was ready")
-    assert "Traceback" not in log.read_text()
+    assert (tmp_path / "log").read_text().rstrip().endswith("stopped before the server was ready")
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert ended(family[1:])
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_its_processes_start_leaves_none_behind(tmp_path):
+    process, family = starting_server(
+        tmp_path / "log",
+        lambda commands, log: sum("--multiprocessing-fork" in command for command in commands) > 1,
+    )
+    process.kill()
+    process.wait()
+    assert ended(family[1:])
 
 
 def test_serves_help_lists_the_flags_of_s3r():

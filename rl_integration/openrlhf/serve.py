@@ -33,7 +33,8 @@ def command(mode: str, device: str, argv: list[str]) -> tuple[list[str], dict[st
     if mode == "direct":
         argv = [*argv, "--s3r-mode", "direct"]
     arguments = launch.arguments(argv, device != "cpu", speculative=mode != "autoregressive")
-    return [sys.executable, "-m", "sglang.launch_server", *arguments], environ
+    # Not sglang.launch_server itself, whose processes stay if it is killed while they import SGLang.
+    return [sys.executable, "-m", "s3r_sglang.commands.serve", *arguments], environ
 
 
 def main() -> int:

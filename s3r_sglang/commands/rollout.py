@@ -7,10 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from s3r_sglang import cpu, launch, prompts, report
-from s3r_sglang.commands.serve import make_children_deaf_to_interrupts
 from s3r_sglang.config import ConfigError
+from s3r_sglang.processes import bind_children, ended_by_interrupts
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary, kv_stats, run
 
+NOT_STARTED = "stopped before the engine was ready"
 FAULTS = (prompts.PromptError, RolloutError, ConfigError, FileExistsError, FileNotFoundError)
 
 
@@ -44,7 +45,7 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     )
     argv = ["--model-path", str(request.model), "--log-level", "error", *engine_argv]
     request.out.parent.mkdir(parents=True, exist_ok=True)
-    make_children_deaf_to_interrupts()
+    bind_children()
 
     examples: dict[str | int, Response] = {}
     summary, draft_length = _run(
@@ -91,7 +92,7 @@ def _run(
     on_response=lambda row: None,
 ) -> tuple[Summary, int]:
     """One engine from start to shutdown; returns the totals and the draft length (0: no speculation)."""
-    with console.status(f"{title}: starting the engine"):
+    with ended_by_interrupts(NOT_STARTED), console.status(f"{title}: starting the engine"):
         engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
     try:
         with report.progress(console) as bar, out.open("w", encoding="utf-8") as file:

@@ -36,7 +36,7 @@ def count(prompt):
         for process in psutil.Process().children(recursive=True):
             # Short-lived children of the server may be gone by now.
             with contextlib.suppress(psutil.Error):
-                if "sglang.launch_server" in process.cmdline():
+                if "s3r_sglang.commands.serve" in process.cmdline():
                     process.kill()
 """
 # Two turns; the environment says two words in between.

@@ -1,5 +1,6 @@
 """What goes over the wire at `/s3r/rollout`, checked strictly: unknown fields and wrong types are refused."""
 
+import json
 import math
 import os
 from typing import Annotated, Any, Literal
@@ -212,6 +213,21 @@ class RolloutResponse(BaseModel):
     """The body of an answer that is not streamed: one entry per prompt, in the order of the prompts."""
 
     groups: list[Group | GroupError]
+
+
+def repeated_key(body: bytes) -> str | None:
+    """A key that some object of `body`, which is valid JSON, has twice; None if there is none."""
+    repeated: list[str] = []
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        keys = set()
+        for key, _ in pairs:
+            if key in keys:
+                repeated.append(key)
+            keys.add(key)
+
+    json.loads(body, object_pairs_hook=check)
+    return repeated[0] if repeated else None
 
 
 def group_seed(seed: int, index: int) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
@@ -31,9 +31,11 @@ from s3r_sglang.server.protocol import (
     RolloutRequest,
     RolloutResponse,
     Strict,
+    repeated_key,
 )
 from s3r_sglang.server.stats import Stats
 
+Model = TypeVar("Model", bound=Strict)
 TAGS: list[str | Enum] = ["s3r"]
 NDJSON = "application/x-ndjson"
 # Line ends of Unicode that JSON does not escape, and that clients split lines at (httpx's iter_lines does).
@@ -67,7 +69,7 @@ class Service:
     async def rollout(self, request: Request) -> Response:
         """Sample complete groups, see RolloutRequest, RolloutResponse."""
         try:
-            body = RolloutRequest.model_validate_json(await _body(request))
+            body = await _read(RolloutRequest, request)
             if len(body.prompts) > self.gate.max_groups:
                 raise groups.BadRequestError(
                     f"prompts: the server takes at most {self.gate.max_groups} groups at a time."
@@ -168,7 +170,7 @@ class Service:
     async def commit_update(self, request: Request) -> Response:
         """Label the new weights, drop the prefix cache of the old ones, and open the gate."""
         try:
-            body = Commit.model_validate_json(await _body(request))
+            body = await _read(Commit, request)
             async with self.gate.closing(body.session):
                 await self.manager.flush_cache(timeout_s=10)
                 if body.weight_version is not None:
@@ -234,6 +236,16 @@ def mount(app: FastAPI, state: Any) -> None:
     app.user_middleware += [Middleware(StreamErrorMiddleware), Middleware(GateMiddleware, gate=service.gate)]
     if not service.faithful:
         app.user_middleware.append(Middleware(UnfaithfulMiddleware))
+
+
+async def _read(model: type[Model], request: Request) -> Model:
+    """The body as a `model`; raises ValidationError, or Refused if it is too large or has a key twice."""
+    body = await _body(request)
+    parsed = model.model_validate_json(body)
+    # Of two values the parser keeps the last.
+    if repeated := await anyio.to_thread.run_sync(repeated_key, body, abandon_on_cancel=True):
+        raise Refused(400, f"The key {repeated[:80]!r} occurs twice in one object.")
+    return parsed
 
 
 async def _body(request: Request) -> bytes:

@@ -154,6 +154,14 @@ MALFORMED = {
         {"prompts": [{"id": 1, "prompt": "t2", "metadata": "a"}]},
         "prompts.0.metadata: must be an object",
     ),
+    "a key twice": (
+        b'{"prompts":[{"id":1,"prompt":"t2"}],"group_size":1,"group_size":2}',
+        "'group_size' occurs twice",
+    ),
+    "a key of a prompt twice": (
+        b'{"prompts":[{"id":1,"prompt":"t2","metadata":{"a":1,"\\u0061":2}}],"group_size":1}',
+        "The key 'a' occurs twice in one object.",
+    ),
     "NaN in metadata": (
         b'{"prompts":[{"id":1,"prompt":"t2","metadata":{"a":[{"b":NaN}]}}],"group_size":1}',
         "prompts.0.metadata: holds nan",

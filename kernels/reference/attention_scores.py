@@ -1,6 +1,7 @@
 """Refresh scores in plain PyTorch: mean dense attention weight of each position, request by request."""
 
 import torch
+from s3r_sglang.kernels.reference._checks import check_shapes
 
 
 def attention_scores(
@@ -19,6 +20,7 @@ def attention_scores(
 
     `lse` would only save work, so it is not read here.
     """
+    check_shapes("attention_scores", q, seq_lens, k_cache)
     num_kv_heads = k_cache.shape[1]
     batch = zip(
         req_pool_indices.tolist(),

@@ -1,6 +1,7 @@
 """Sparse decode attention in plain PyTorch: the draft's attention over index and tail, request by request."""
 
 import torch
+from s3r_sglang.kernels.reference._checks import check_shapes
 
 
 def sparse_decode_attention(
@@ -23,6 +24,7 @@ def sparse_decode_attention(
 
     This is also the engine's CPU path, hence no mask over the whole pool.
     """
+    check_shapes("sparse_decode_attention", q, seq_lens, k_cache, v_cache, new_k=new_k, new_v=new_v)
     out = torch.empty_like(q) if out is None else out
     num_kv_heads = k_cache.shape[1]
     heads = torch.arange(num_kv_heads, device=q.device)[:, None]

@@ -1,6 +1,7 @@
 """Verify attention in plain PyTorch: dense causal attention of the last Q positions, request by request."""
 
 import torch
+from s3r_sglang.kernels.reference._checks import check_shapes
 
 
 def verify_attention(
@@ -19,6 +20,7 @@ def verify_attention(
     """Contract of `s3r_sglang.kernels.ops.verify_attention`."""
     if len({lse_estimate is None, num_candidates is None, scores is None}) > 1:
         raise ValueError("verify_attention: lse_estimate, num_candidates and scores go together")
+    check_shapes("verify_attention", q, seq_lens, k_cache, v_cache)
     out = torch.empty_like(q) if out is None else out
     num_queries, num_kv_heads = q.shape[1], k_cache.shape[1]
     for b, (slot, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):

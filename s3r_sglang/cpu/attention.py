@@ -22,6 +22,14 @@ class CPUAttention(TorchNativeAttnBackend):
             forward_batch.extend_prefix_lens = forward_batch.seq_lens
             forward_batch.extend_seq_lens = torch.full_like(forward_batch.seq_lens, block)
 
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        """Raises ValueError for tensors with fewer rows than tokens, which would broadcast or stay undefined."""
+        tokens = int(forward_batch.extend_seq_lens.sum())
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            if rows is not None and len(rows) < tokens:
+                raise ValueError(f"layer {layer.layer_id}: {name} has {len(rows)} rows for {tokens} tokens")
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
     def _run_sdpa_forward_extend(
         self,
         query: torch.Tensor,

@@ -126,3 +126,21 @@ def test_an_option_of_the_model_that_drafts_lack_is_refused(layers):
     layer = layers.modules[0]
     with pytest.raises(NotImplementedError, match="layer 0 calls its attention with sinks"):
         layers.sparse.forward_decode(None, None, None, layer, None, sinks=torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("stage", ["prefill", "verify", "draft"])
+def test_a_tensor_with_too_few_rows_is_refused(layers, stage, name):
+    """A single row would be broadcast over the pool, and what has no query would stay as it was allocated."""
+    count = len(SLOTS) * {"prefill": 3, "verify": BLOCK, "draft": 1}[stage]
+    inputs = [
+        tuple(x[: 1 if name == short else count] for short, x in zip("qkv", layer, strict=True))
+        for layer in layers.random_inputs(count)
+    ]
+    run = {
+        "prefill": lambda: layers.prefill(SLOTS, [3, 3], inputs),
+        "verify": lambda: layers.verify(SLOTS, inputs),
+        "draft": lambda: layers.draft(SLOTS, 0, inputs),
+    }[stage]
+    with pytest.raises(ValueError, match=rf"{name} (has 1 rows|\(1, |must be)"):
+        run()

@@ -1,7 +1,7 @@
 """Shape checks of the attention references, which are also the engine's CPU path.
 
-Without them a tensor that is too short would broadcast, or leave the rest of an output as it was allocated. The ops
-have such checks too, in a module that needs Triton.
+Without them a tensor that is too short would broadcast, or leave the rest of an output as it was allocated. The
+ops have such checks too, in a module that needs Triton.
 """
 
 import torch

@@ -35,7 +35,7 @@ def sparse_decode_attention(
                 lse[b] = -torch.inf
             continue
         token_rows = req_to_token[slot]
-        if new_k is not None:
+        if new_k is not None and new_v is not None:
             newest = token_rows[seq_len - 1].long()
             k_cache[newest], v_cache[newest] = new_k[b], new_v[b]
         selected = token_rows[positions[slot, :, : int(num_selected[slot])].long()].long()

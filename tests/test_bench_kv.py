@@ -428,6 +428,10 @@ def test_the_command_rolls_out_beyond_the_pool_on_real_engines(tmp_path):
     assert aimd.kv.pauses > 0
     assert aimd.kv.pages_in > 0
     assert aimd.kv.restores == aimd.kv.pauses
+    # Rounds of the warm-up do not count; slots are 8.
+    assert 1 <= sum(aimd.accept_histogram) / aimd.kv.rounds <= 8
+    assert aimd.kv.prefills >= 24 // 8
+    assert [s.rounds for s in aimd.samples] == sorted(s.rounds for s in aimd.samples)
     assert 0 < aimd.kv.host_pages_peak <= aimd.kv.host_pages_capacity
     assert {sample.limit for sample in aimd.samples} <= set(range(5, 9))
     assert max(sample.utilization for sample in aimd.samples) > 0.5

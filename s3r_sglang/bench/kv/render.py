@@ -9,7 +9,7 @@ from rich.table import Table
 from s3r_sglang.bench import page, paper
 from s3r_sglang.bench.kv.bound import Bound, bound
 from s3r_sglang.bench.kv.records import KvReport, KvRun, KvTotals
-from s3r_sglang.bench.kv.workload import median_length
+from s3r_sglang.bench.kv.workload import median_length, response_lengths
 
 Cell = Callable[[KvRun], str]
 PLOTTED = ("offload", "aimd")
@@ -128,9 +128,11 @@ def workload_line(report: KvReport) -> str:
     """What was run."""
     job = report.job
     pool_gb = job.pool_tokens * job.kv_bytes_per_token / 1e9
+    longest = max(response_lengths(job.requests, job.longest, job.seed, job.median))
+    median = median_length(job.longest, job.median)
     return (
         f"{job.requests} responses in groups of {job.group_size}, {job.tokens} tokens in all, log-normal lengths "
-        f"of median {median_length(job.longest, job.median):.0f} up to {job.longest} (hidden from the scheduler), "
+        f"of median {median:.0f} up to {job.longest} (longest {longest}; hidden from the scheduler), "
         f"prompts of {job.prompt_length} ({job.prompts}); {job.slots} slots; KV pool of {job.pool_tokens} tokens "
         f"({pool_gb:.1f} GB), peak demand {job.peak_demand / job.pool_tokens:.2f} times as much"
     )

@@ -102,7 +102,7 @@ def _launch_kernel(
         max_splits = min(MAX_SPLITS, triton.cdiv(positions.shape[2], block_n))
         num_splits = _launch.num_splits(q.device, pairs, programs_per_sm=4, max_splits=max_splits)
     if num_warps is None:
-        # One warp needs no barriers: 33.9 us, 4 warps 35.6 at 64 x 8K on an H200. Larger rows would spill.
+        # One warp needs no barriers; larger rows would spill.
         num_warps = 1 if head_dim * q.element_size() <= 256 else 4
     partial_out = partial_lse = arrivals = None
     if num_splits > 1:
@@ -114,29 +114,46 @@ def _launch_kernel(
         q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
         new_k, new_v, out, lse, partial_out, partial_lse, arrivals,
         scale * LOG2_E,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1),
         req_to_token.stride(0), positions.stride(0), positions.stride(1), positions.shape[2],
         *(new_k.stride()[:2] if new_k is not None else (0, 0)),
         *(new_v.stride()[:2] if new_v is not None else (0, 0)),
         out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        K_ROW=k_cache.stride(0), V_ROW=v_cache.stride(0),
         GROUP=group, BLOCK_G=_launch.block_of(group), HEAD_DIM=head_dim, BLOCK_D=_launch.block_of(head_dim),
         BLOCK_N=block_n, IS_SPLIT=num_splits > 1, BLOCK_SPLITS=MAX_SPLITS,
         DOT_PRECISION=_launch.dot_precision(q.dtype), LN_2=LN_2,
-        num_warps=num_warps, num_stages=num_stages,
+        # Left to itself ptxas stops at 168 registers of a one-warp program and loads operands one product ahead.
+        num_warps=num_warps, num_stages=num_stages, maxnreg=255 if num_warps == 1 else None,
     )  # fmt: skip
 
 
 @triton.jit
 def _index_entries(selected, index, width):
     """Entries of the index, read before the kernel knows how many there are; those beyond go unused."""
-    return tl.load(selected + index, mask=index < width, other=0)
+    return tl.load(selected + index, mask=index < width, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
-def _pool_rows(token_rows, entries, index, end, num_selected, tail_start):
-    """Pool rows of places `index` of the attended list: the selected positions first, then the tail."""
+def _pool_rows(token_rows, entries, index, end, num_selected, tail_start, spare):
+    """Pool rows of places `index` of the attended list: the selected positions first, then the tail.
+
+    Places beyond the end have the row of position `spare`, one that is attended to: no lane of a tile needs a
+    mask, and none reads a foreign row. It is -1 if there is no place at all.
+    """
     position = tl.where(index < num_selected, entries, tail_start + index - num_selected)
-    return tl.load(token_rows + position, mask=index < end, other=0)
+    position = tl.where(index < end, position, spare)
+    return tl.load(token_rows + position, mask=position >= 0, other=0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _load_tile(row_zero, rows, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of K or V. With a constant stride an address is one multiply-add, else seven instructions."""
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    pointers = row_zero + dim + rows.to(tl.int64)[:, None] * STRIDE
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=dim < HEAD_DIM, other=0.0)
 
 
 @triton.jit
@@ -144,10 +161,11 @@ def _sparse_decode_kernel(
     q, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, positions, num_selected, tail_start,
     new_k, new_v, out, lse, partial_out, partial_lse, arrivals,
     scale_log2,
-    stride_q_batch, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
+    stride_q_batch, stride_q_head, stride_k_head, stride_v_head,
     stride_token_slot, stride_pos_slot, stride_pos_head, width,
     stride_new_k_batch, stride_new_k_head, stride_new_v_batch, stride_new_v_head,
     stride_out_batch, stride_out_head, stride_lse_batch,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     DOT_PRECISION: tl.constexpr, LN_2: tl.constexpr,
@@ -174,6 +192,17 @@ def _sparse_decode_kernel(
     group = tl.arange(0, BLOCK_G)
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
+    # The index loads depend on each other, and queue behind K and V in flight: rows are requested two tiles
+    # ahead of their copies, entries three.
+    first = tl.load(selected + begin, mask=begin < width, other=0)
+    spare = tl.where(begin < selected_count, first, tail + begin - selected_count)
+    spare = tl.where(begin < end, spare, -1)
+    entries = _index_entries(selected, begin + lane, width)
+    next_entries = _index_entries(selected, begin + BLOCK_N + lane, width)
+    rows = _pool_rows(token_rows, entries, begin + lane, end, selected_count, tail, spare)
+    next_rows = _pool_rows(token_rows, next_entries, begin + BLOCK_N + lane, end, selected_count, tail, spare)
+    entries = _index_entries(selected, begin + 2 * BLOCK_N + lane, width)
+
     heads = kv_head * GROUP + group
     q_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     q_tile = tl.load(
@@ -181,40 +210,30 @@ def _sparse_decode_kernel(
         mask=q_mask,
         other=0.0,
     )
-
-    running_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     k_head = k_cache + kv_head * stride_k_head
     v_head = v_cache + kv_head * stride_v_head
     if new_k is not None:
-        # One split begins its softmax with the newest token; nothing waits for the store.
+        # Requested here, stored and attended to behind the loop: a store would hold up the loads behind it.
         is_first = (seq_len > 0) & (split == 0)
-        mask = (dim < HEAD_DIM) & is_first
+        new_mask = (dim < HEAD_DIM) & is_first
         k_source = new_k + batch.to(tl.int64) * stride_new_k_batch + kv_head * stride_new_k_head
         v_source = new_v + batch.to(tl.int64) * stride_new_v_batch + kv_head * stride_new_v_head
-        k_newest = tl.load(k_source + dim, mask=mask, other=0.0)
-        v_newest = tl.load(v_source + dim, mask=mask, other=0.0)
-        row = tl.load(token_rows + cached_len, mask=is_first, other=0).to(tl.int64)
-        tl.store(k_head + row * stride_k_row + dim, k_newest, mask=mask)
-        tl.store(v_head + row * stride_v_row + dim, v_newest, mask=mask)
-        logit = tl.sum(q_tile.to(tl.float32) * k_newest.to(tl.float32)[None, :], axis=1) * scale_log2
-        running_max = tl.where(is_first, logit, running_max)
-        running_sum += is_first.to(tl.float32)
-        acc += v_newest.to(tl.float32)[None, :]
-    rows = _pool_rows(
-        token_rows, _index_entries(selected, begin + lane, width), begin + lane, end, selected_count, tail
-    )
-    entries = _index_entries(selected, begin + BLOCK_N + lane, width)
+        k_newest = tl.load(k_source + dim, mask=new_mask, other=0.0)
+        v_newest = tl.load(v_source + dim, mask=new_mask, other=0.0)
+        new_row = tl.load(token_rows + cached_len, mask=is_first, other=0).to(tl.int64)
+
+    running_max = tl.full([BLOCK_G], -1e30, tl.float32)  # finite, as -inf - -inf is not a number
+    running_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        row_mask = (start + lane < end)[:, None] & (dim < HEAD_DIM)[None, :]
-        wide_rows = rows.to(tl.int64)[:, None]
-        k = tl.load(k_head + wide_rows * stride_k_row + dim[None, :], mask=row_mask, other=0.0)
-        v = tl.load(v_head + wide_rows * stride_v_row + dim[None, :], mask=row_mask, other=0.0)
-        # The index loads depend on each other. The next tile's rows and the entries of the tile behind it
-        # are requested here, so that neither is waited for before the next iteration.
-        rows = _pool_rows(token_rows, entries, start + BLOCK_N + lane, end, selected_count, tail)
-        entries = _index_entries(selected, start + 2 * BLOCK_N + lane, width)
+        k = _load_tile(k_head, rows, K_ROW, HEAD_DIM, BLOCK_D)
+        v = _load_tile(v_head, rows, V_ROW, HEAD_DIM, BLOCK_D)
+        ahead = start + 2 * BLOCK_N + lane
+        # No row is negative. Triton pipelines no loop that hands a value on from one iteration to the one after
+        # the next; the maximum makes it a new value.
+        rows = tl.maximum(next_rows, 0)
+        next_rows = _pool_rows(token_rows, entries, ahead, end, selected_count, tail, spare)
+        entries = _index_entries(selected, ahead + BLOCK_N, width)
 
         logits = tl.dot(q_tile, tl.trans(k), input_precision=DOT_PRECISION) * scale_log2
         logits = tl.where((start + lane < end)[None, :], logits, float("-inf"))
@@ -226,6 +245,17 @@ def _sparse_decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
         running_max = new_max
 
+    if new_k is not None:
+        logit = tl.sum(q_tile.to(tl.float32) * k_newest.to(tl.float32)[None, :], axis=1) * scale_log2
+        logit = tl.where(is_first, logit, float("-inf"))
+        new_max = tl.maximum(running_max, logit)
+        weight = tl.exp2(logit - new_max)
+        rescale = tl.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + weight
+        acc = acc * rescale[:, None] + weight[:, None] * v_newest.to(tl.float32)[None, :]
+        running_max = new_max
+        tl.store(k_head + new_row * K_ROW + dim, k_newest, mask=new_mask)
+        tl.store(v_head + new_row * V_ROW + dim, v_newest, mask=new_mask)
     acc = tl.where((running_sum > 0)[:, None], acc / running_sum[:, None], 0.0)
     lse_log2 = running_max + tl.log2(running_sum)  # -inf for an empty split
     out_row = out + batch.to(tl.int64) * stride_out_batch

@@ -157,6 +157,11 @@ class WeightSender:
         reply = (
             response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
         )
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise WeightSyncError(
+                f"{url}{path} answered {response.status_code}: give the server's --admin-api-key, or its "
+                "--api-key if it has no other, as api_key"
+            )
         if response.status_code != httpx.codes.OK or reply.get("success") is False:
             raise WeightSyncError(f"{url}{path} answered {response.status_code}: {response.text[:500]}")
         return reply

@@ -136,7 +136,7 @@ def rollout(
     group_size: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Above 0, at most 1.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="-1: the whole vocabulary.")] = -1,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Responses in progress at any time.")] = 256,

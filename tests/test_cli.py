@@ -66,6 +66,31 @@ def test_a_bad_prompt_file_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "o.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--top-p", 0], "top_p: must be greater than 0."),
+        (["--top-k", 0], "top_k must be -1 (off) or at least 1."),
+        (["--temperature", 1000], "temperature: must be less than or equal to 100."),
+    ],
+)
+def test_sampling_parameters_are_checked_before_anything_starts(tmp_path, words, says):
+    (tmp_path / "p.jsonl").write_text('{"id": 1, "prompt": "x"}\n')
+    files = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]
+    result = invoke("rollout", *files, *words)
+    assert (result.exit_code, result.output) == (1, f"error: {says}\n")
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_the_prompts_are_not_overwritten_by_the_responses(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"id": 1, "prompt": "x"}\n')
+    files = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "p.jsonl"]
+    result = invoke("rollout", *files, "--force")
+    assert result.exit_code == 1
+    assert "is the file of the prompts" in result.output
+    assert (tmp_path / "p.jsonl").read_text().startswith('{"id": 1')
+
+
 def test_what_looks_like_markup_is_printed_as_it_is(tmp_path):
     words = ["--model", tmp_path, "--prompts", tmp_path / "[red]p[/x].jsonl", "--out", tmp_path / "o.jsonl"]
     result = invoke("rollout", *words)

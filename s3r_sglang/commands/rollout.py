@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from s3r_sglang import cpu, launch, prompts, report
 from s3r_sglang.config import ConfigError
+from s3r_sglang.faults import sentence
 from s3r_sglang.processes import bind_children, ended_by_interrupts
 from s3r_sglang.rollout import Job, Response, RolloutError, Summary, kv_stats, run
+from s3r_sglang.server.protocol import Sampling
 
 NOT_STARTED = "stopped before the engine was ready"
 FAULTS = (prompts.PromptError, RolloutError, ConfigError, FileExistsError, FileNotFoundError)
@@ -32,8 +35,7 @@ class Request:
 
 def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     """Run the command; raises one of `FAULTS` with a message for the user."""
-    if request.out.exists() and not request.force:
-        raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
+    _check_options(request)
     faithful = launch.configuration(engine_argv).faithful
     if request.compare and not faithful:
         raise ConfigError(
@@ -69,6 +71,18 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
         out.print(f"KV of replica {replica}: {stats.line()}", highlight=False)
     for response in examples.values():
         out.print(report.excerpt(response), markup=False, highlight=False)
+
+
+def _check_options(request: Request) -> None:
+    if request.out.exists():
+        if not request.force:
+            raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
+        if request.prompts.exists() and request.out.samefile(request.prompts):
+            raise FileExistsError(f"{request.out} is the file of the prompts; give another --out")
+    try:
+        Sampling.model_validate(request.sampling)
+    except ValidationError as error:
+        raise ConfigError(sentence(error, Sampling)) from None
 
 
 def _encoded_prompts(request: Request) -> list[prompts.EncodedPrompt]:

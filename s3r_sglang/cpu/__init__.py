@@ -17,6 +17,8 @@ SERVER_ARGS: dict[str, object] = {
     "disable_overlap_schedule": True,
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
+    # Otherwise an idle scheduler polls with all of a core, which a trainer on the same machine needs.
+    "sleep_on_idle": True,
 }
 
 

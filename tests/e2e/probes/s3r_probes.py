@@ -5,6 +5,7 @@ probe finds goes to a file. The fixture `probed_environment` makes SGLang load t
 """
 
 import functools
+import random
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,10 +52,10 @@ def probe_kv(scheduler, token_ids: list[int], path: str) -> None:
 
 
 def plant(planted: ExitStack, bug: str | None) -> None:
-    """Remove the bug planted before, and plant `bug` if there is one."""
+    """Remove the bugs planted before, and plant those that `bug` names, with spaces between."""
     planted.close()
-    if bug is not None:
-        planted.enter_context(BUGS[bug]())
+    for name in (bug or "").split():
+        planted.enter_context(BUGS[name]())
 
 
 def provisional_kv_kept():
@@ -121,6 +122,28 @@ def worst_positions_indexed():
 
     original = index.select_positions
     return patch.object(index, "select_positions", lambda scores, *args: original(-scores, *args))
+
+
+def paused_at_random():
+    """Not a bug of the law: before each round some requests are paused, though memory is not short."""
+    from s3r_sglang.scheduler.core import KVScheduler
+
+    choose = random.Random(0)
+    fits, make_room = KVScheduler.fits, KVScheduler.make_room
+
+    def make_room_and_pause(self, active):
+        with patch.object(KVScheduler, "fits", fits):
+            removed = make_room(self, active)
+        others = [req for req in active if req not in removed and req.to_finish is None]
+        paused = choose.sample(others, len(others) // 3)
+        for req in paused:
+            self._pause(req)
+        return removed + paused
+
+    planted = ExitStack()
+    planted.enter_context(patch.object(KVScheduler, "fits", lambda *_: False))
+    planted.enter_context(patch.object(KVScheduler, "make_room", make_room_and_pause))
+    return planted
 
 
 def kv_row_lost_at_restore():
@@ -207,6 +230,7 @@ BUGS: dict[str, Callable[[], Any]] = {
         q_recomputed,
         one_noise_for_all,
         worst_positions_indexed,
+        paused_at_random,
         kv_row_lost_at_restore,
         another_bonus_at_restore,
         another_index_at_restore,

@@ -85,6 +85,11 @@ HOOKS = (
     Hook(
         f"{_SRT}.speculative.spec_info.create_dummy_verify_input", "AROUND", verify_input.chain_verify_input
     ),
+    Hook(
+        f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        "AROUND",
+        verify_input.captured_verify_input,
+    ),
     Hook(f"{_SCHEDULER}.get_internal_state", "AFTER", scheduler.add_internal_state),
     Hook(f"{_SCHEDULER}.__init__", "AFTER", kv_scheduling.attach),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", "AROUND", kv_scheduling.next_batch),

@@ -138,15 +138,25 @@ def test_no_draft_pool_is_asked_for(make_args):
         get_draft_kv_pool(draft_worker=worker, spec_algorithm=SpeculativeAlgorithm.EAGLE, server_args=args)
 
 
-def test_graph_capture_gets_a_chain(make_args):
+def test_warm_up_and_graph_capture_get_a_chain(make_args):
     from sglang.srt.model_executor.runner import base_runner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from s3r_sglang.types import S3RVerifyInput
 
-    spec_input = base_runner.create_dummy_verify_input(algorithm(), make_args(), None, 7, False)
-    assert isinstance(spec_input, S3RVerifyInput)
-    assert (spec_input.draft_token_num, spec_input.custom_mask) == (7, None)
-    assert spec_input.is_verify_input()
+    def runner(spec_algorithm):
+        model_runner = types.SimpleNamespace(spec_algorithm=spec_algorithm)
+        return types.SimpleNamespace(model_runner=model_runner, captured_req_width=7)
+
+    for spec_input in (
+        base_runner.create_dummy_verify_input(algorithm(), make_args(), None, 7, False),
+        DecodeCudaGraphRunner.get_spec_info(runner(algorithm()), 56),
+    ):
+        assert isinstance(spec_input, S3RVerifyInput)
+        assert (spec_input.draft_token_num, spec_input.custom_mask) == (7, None)
+        assert spec_input.is_verify_input()
+    assert DecodeCudaGraphRunner.get_spec_info(runner(SpeculativeAlgorithm.NONE), 8) is None
 
 
 def test_reserved_kv_covers_two_blocks(make_args):

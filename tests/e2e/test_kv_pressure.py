@@ -67,6 +67,11 @@ def respond(engine, temperature: float) -> list[list[int]]:
     return [output["output_ids"] for output in outputs]
 
 
+def few(parted: int) -> bool:
+    """Whether `parted` responses may differ from those of ample memory: none, or on a GPU few, by rounding."""
+    return parted == 0 or (torch.cuda.is_available() and parted < 0.2 * len(PROMPTS))
+
+
 def kv_stats(engine) -> dict:
     return engine.get_server_info()["internal_states"][0]["s3r"]["kv"]
 
@@ -137,8 +142,7 @@ def test_responses_equal_those_of_ample_memory(ample, alike, current_engine, fol
     if not recomputes:
         # What is recomputed goes on with other noise; what is paused, with its own.
         pairs = zip(respond(engine, 1.0), ample[1.0], strict=True)
-        equal = sum(response == expected for response, expected in pairs)
-        assert equal == len(PROMPTS) or (torch.cuda.is_available() and equal > 0.8 * len(PROMPTS))
+        assert few(sum(response != expected for response, expected in pairs))
     flush(engine)
     stats = kv_stats(engine)
     assert stats["limit"] <= 24
@@ -190,12 +194,15 @@ def test_aborts_while_requests_are_paused(ample, current_engine, folder, flush):
     reasons = [output["meta_info"]["finish_reason"]["type"] for output in outputs]
     # "r-1" aborts "r-10" … "r-19" as well: SGLang's abort goes by prefix.
     wanted = tuple(str(i) for i in range(1, len(PROMPTS), 2))
+    parted = 0
     for i, (output, reason) in enumerate(zip(outputs, reasons, strict=True)):
         expected = ample[1.0][i]
         if str(i).startswith(wanted):
-            assert begins_alike(output["output_ids"], expected)
+            parted += not begins_alike(output["output_ids"], expected)
         else:
-            assert (reason, output["output_ids"]) == ("length", expected)
+            assert (reason, len(output["output_ids"])) == ("length", len(expected))
+            parted += output["output_ids"] != expected
+    assert few(parted)
     assert reasons.count("abort") > 16
     flush(engine)
     stats = kv_stats(engine)

@@ -75,8 +75,11 @@ def _kernel_columns(report: Report) -> dict[str, Cell]:
         return "" if stages is None else f"{stages.ar_attention_ms:.2f} -> {stages.s3r_attention_ms:.2f}"
 
     def waits(row: SettingResult) -> str:
-        by_engine = [row.kernels[name].host_waits for name in ("autoregressive", "s3r")]
-        return " / ".join("" if found is None else f"{sum(found.values()):.1f}" for found in by_engine)
+        by_engine = [row.kernels[name].host_waits or {} for name in ("autoregressive", "s3r")]
+        return "; ".join(
+            f"{name} {' / '.join(f'{found.get(name, 0):.2f}' for found in by_engine)}"
+            for name in sorted(set().union(*by_engine))
+        )
 
     def kinds(name: str) -> Cell:
         return lambda row: ", ".join(
@@ -95,7 +98,7 @@ def _kernel_columns(report: Report) -> dict[str, Cell]:
         "GPU idle, AR / S3R": lambda row: (
             f"{row.kernels['autoregressive'].idle_share:.1%} / {row.kernels['s3r'].idle_share:.1%}"
         ),
-        "the host waits, times a step / round": waits,
+        "the host waits, times per AR step / round": waits,
     }
 
 

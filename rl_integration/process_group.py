@@ -1,11 +1,31 @@
 """A process group beside the default one, between a trainer and rollout servers. Needs PyTorch alone."""
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 TIMEOUT = timedelta(minutes=5)
+
+
+def share_memory_like_servers() -> None:
+    """Let NCCL exchange memory as it does in SGLang's servers; members that differ wait for each other for good.
+
+    A setting in the environment is left alone, since it may be the servers' too.
+
+    Raises:
+        RuntimeError: this process has an NCCL group, which has read the setting before it was made.
+    """
+    setting = "NCCL_CUMEM_ENABLE"
+    if setting in os.environ:
+        return
+    if dist.is_initialized() and "nccl" in c10d.get_backend_config():
+        raise RuntimeError(
+            f"start the trainer with {setting}=0 in its environment: SGLang's servers run NCCL so, and it hangs "
+            "if the trainer that broadcasts weights to them does not"
+        )
+    os.environ[setting] = "0"
 
 
 def init_process_group(

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to send tensors
-from s3r_sglang.rl_integration.process_group import init_process_group
+from s3r_sglang.rl_integration.process_group import init_process_group, share_memory_like_servers
 from s3r_sglang.rl_integration.urls import base_urls
 
 from s3r_sglang.server.protocol import SESSION_HEADER
@@ -175,7 +175,12 @@ class DistributedSender(WeightSender):
     Args:
         urls, options: as for `WeightSender`.
         address, port: where rank 0 listens for the rendezvous; reachable from the servers, and free.
-        backend: "nccl" or "gloo".
+        backend: "nccl" or "gloo". With NCCL, a trainer that has NCCL groups of its own must have been started with
+            NCCL_CUMEM_ENABLE=0, as SGLang starts its servers; elsewhere the sender sets it.
+
+    Raises:
+        RuntimeError: NCCL runs in this process with another setting, and would hang.
+        WeightSyncError: a server refused to join.
     """
 
     def __init__(
@@ -188,6 +193,8 @@ class DistributedSender(WeightSender):
         group_name: str = "s3r_weights",
         **options: Any,
     ) -> None:
+        if backend == "nccl":
+            share_memory_like_servers()
         super().__init__(urls, **options)
         self._group_name = group_name
         tp_sizes = self._tp_sizes()
@@ -237,8 +244,12 @@ class DistributedSender(WeightSender):
 
     def close(self) -> None:
         """Dissolve the process group and close the connections."""
-        self._post_all("/destroy_weights_update_group", {"group_name": self._group_name})
-        torch.distributed.destroy_process_group(self._group)
+        bodies = [{"group_name": self._group_name}] * len(self.urls)
+        with _pool(len(self.urls)) as pool:
+            replies = self._submit(pool, "/destroy_weights_update_group", bodies)
+            # At the same time: a member of an NCCL group that leaves waits for the others.
+            torch.distributed.destroy_process_group(self._group)
+            _first_failure(replies)
         super().close()
 
 

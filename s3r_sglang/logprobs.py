@@ -63,6 +63,12 @@ def _report(
         [ids for ids in batch.token_ids_logprobs for _ in range(rows)],
         tokens.flatten().long(),
     )
+    if result.token_ids_logprobs_val is not None:
+        # SGLang has a list for those that name none, and ends the process when it converts it.
+        none = logprobs.new_empty(0)
+        result.token_ids_logprobs_val = [
+            none if isinstance(values, list) else values for values in result.token_ids_logprobs_val
+        ]
     result.write_output_to(logits_output)
     logits_output.next_token_logprobs = result.token_logprobs.view(tokens.shape)
 

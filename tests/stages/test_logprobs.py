@@ -58,6 +58,26 @@ def test_an_impossible_token_has_a_finite_logprob():
     assert report(logits, torch.zeros(B, dtype=torch.int32), params, top=0).tolist() == [lowest] * B
 
 
+@pytest.mark.parametrize("rows", [1, ROWS], ids=["prefill", "round"])
+def test_requests_that_name_tokens_run_beside_others(rows):
+    """SGLang converts what each row reports; of one that names no tokens it makes a list, which fails there."""
+    from s3r_sglang.logprobs import output_logprobs
+    from s3r_sglang.sampling import SamplingParams
+    from s3r_sglang.sglang_symbols import LogitsProcessorOutput
+
+    logits = torch.randn(B * rows, V, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(B)
+    params = SamplingParams(ones, torch.full((B,), V), ones, 0 * ones)
+    named = [None, [3, 5], None, [], [7]]
+    batch = SimpleNamespace(top_logprobs_nums=[0] * B, token_ids_logprobs=named)
+    output = LogitsProcessorOutput(next_token_logits=logits)
+    output_logprobs(batch, output, torch.zeros(B, rows, dtype=torch.int32), params)
+    expected = torch.log_softmax(logits, dim=-1)
+    reported = [values.tolist() for values in output.next_token_token_ids_logprobs_val]
+    for row, (values, line) in enumerate(zip(reported, expected, strict=True)):
+        assert values == pytest.approx([line[token].item() for token in named[row // rows] or []])
+
+
 @pytest.mark.parametrize("top", [0, V], ids=["tokens", "top"])
 def test_mode_direct_reports_what_was_sampled_from(top):
     from s3r_sglang.logprobs import sparse_logprobs

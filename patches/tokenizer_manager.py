@@ -12,7 +12,7 @@ def check_request(original, manager, obj, *args, **kwargs):
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
-    from s3r_sglang.requests import refuse_inexact, refuse_unknown
+    from s3r_sglang.requests import refuse_fatal, refuse_inexact, refuse_unknown
     from s3r_sglang.server.gate import gate_of
 
     if not is_self_sparse(manager.server_args.speculative_algorithm):
@@ -21,6 +21,7 @@ def check_request(original, manager, obj, *args, **kwargs):
     tokenized = original(manager, obj, *args, **kwargs)
     if isinstance(tokenized, TokenizedGenerateReqInput):
         refuse_inexact(tokenized)
+        refuse_fatal(tokenized, manager.model_config.vocab_size)
         gate_of(manager).refuse_generation()
     return tokenized
 

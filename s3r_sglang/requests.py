@@ -78,6 +78,26 @@ def refuse_inexact(request: Any) -> None:
             raise ValueError(f"Self-sparse speculative decoding does not support {name}: leave it out.")
 
 
+def refuse_fatal(request: Any, vocab_size: int) -> None:
+    """Raise ValueError if SGLang would take `request`, a TokenizedGenerateReqInput, and its scheduler die of it.
+
+    On a GPU a token id outside the vocabulary fails an assertion on the device, and all requests with it.
+    """
+    for token in (min(request.input_ids, default=0), max(request.input_ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"input_ids: token id {token} is outside the model's vocabulary of {vocab_size}."
+            )
+    if request.return_logprob and request.logprob_start_len < -1:
+        raise ValueError(
+            f"logprob_start_len must be a position of the prompt or -1, not {request.logprob_start_len}."
+        )
+    if request.return_logprob and request.top_logprobs_num > vocab_size:
+        raise ValueError(
+            f"top_logprobs_num {request.top_logprobs_num} exceeds the model's vocabulary of {vocab_size}."
+        )
+
+
 def seed_of_sample(seed: int, sample: int) -> int:
     """Seed of sample `sample` (0, 1, …) of a request with n > 1: distinct, and the first keeps the user's.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from s3r_sglang.requests import refuse_inexact, refuse_unknown, seed_of_sample
+from s3r_sglang.requests import refuse_fatal, refuse_inexact, refuse_unknown, seed_of_sample
 
 
 @pytest.fixture
@@ -106,6 +106,25 @@ def test_thinking_budget_is_refused(request_of):
 def test_inexact_options_are_refused(request_of, name, value):
     with pytest.raises(ValueError, match=f"does not support {name}"):
         refuse_inexact(request_of(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": [1, 64]}, "token id 64 is outside the model's vocabulary of 64"),
+        ({"input_ids": [-1, 3]}, "token id -1 is outside"),
+        ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len must be"),
+        ({"return_logprob": True, "top_logprobs_num": 65}, "top_logprobs_num 65 exceeds"),
+    ],
+)
+def test_what_ends_the_scheduler_is_refused(request_of, options, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_fatal(request_of(**{"input_ids": [0, 63], **options}), vocab_size=64)
+
+
+def test_the_limits_of_a_request_pass(request_of):
+    options = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 64}
+    refuse_fatal(request_of(input_ids=[0, 63], **options), vocab_size=64)
 
 
 def test_samples_of_a_group_get_distinct_valid_seeds():

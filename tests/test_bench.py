@@ -91,7 +91,7 @@ def test_the_imposed_noise_is_not_the_samplers():
     assert IMPOSED_STREAM not in set(Stream)
 
 
-@pytest.mark.parametrize("profile", [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1), ()])
+@pytest.mark.parametrize("profile", [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (float("nan"), 0.5), ()])
 def test_an_impossible_profile_is_refused(profile):
     with pytest.raises(ValidationError, match="must fall from at most 1 to at least 0"):
         ProbeConfig(imposed_acceptance=profile)
@@ -265,13 +265,17 @@ def test_table_7_gives_its_own_break_even_acceptance():
 
 
 def test_profiles_are_parsed():
-    assert execute.parse_profile(None) is None
-    assert execute.parse_profile("paper-8b") == PROFILE
-    assert execute.parse_profile("0.9,0.5") == (0.9, 0.5)
+    assert execute.parse_profile(None, 6) is None
+    assert execute.parse_profile("paper-8b", 6) == PROFILE
+    assert execute.parse_profile("0.9,0.5", 2) == (0.9, 0.5)
     with pytest.raises(LoadError, match="must fall"):
-        execute.parse_profile("0.5,0.9")
+        execute.parse_profile("0.5,0.9", 2)
     with pytest.raises(LoadError, match="neither paper-8b or paper"):
-        execute.parse_profile("paper")
+        execute.parse_profile("paper", 6)
+    with pytest.raises(
+        LoadError, match=r"has 6 positions, but a round drafts 4 .* --speculative-num-steps 6"
+    ):
+        execute.parse_profile("paper-8b", 4)
 
 
 def test_traffic_follows_from_the_shape(tmp_path):

@@ -49,9 +49,10 @@ class Options:
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> Report:
     """Run the command; raises one of `FAULTS` with a message for the user."""
-    require_exact(launch.configuration(engine_argv), "s3r bench")
+    config = launch.configuration(engine_argv)
+    require_exact(config, "s3r bench")
     with model_folder(options.model, options.load_format) as folder, console.status("starting") as status:
-        job = _job(options, folder, engine_argv)
+        job = _job(options, folder, engine_argv, config.draft_length)
         outcome = run.run(job, status.update)
     report = _report(options, job, outcome)
     for table in render.tables(report):
@@ -86,7 +87,7 @@ def model_folder(model: str, load_format: str) -> Iterator[Path]:
         yield folder
 
 
-def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
+def _job(options: Options, folder: Path, engine_argv: list[str], draft_length: int) -> run.Job:
     settings = load.parse_settings(options.settings)
     if options.paper_table:
         # The longest prompts first: the shorter ones are their heads and then lie in the radix cache.
@@ -113,7 +114,7 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> run.Job:
         repeats=options.repeats,
         sampling=options.sampling,
         prompts=prompts,
-        imposed_acceptance=parse_profile(options.imposed_acceptance),
+        imposed_acceptance=parse_profile(options.imposed_acceptance, draft_length),
         profile=options.profile,
     )
 
@@ -125,15 +126,23 @@ def with_memory(engine_argv: list[str]) -> list[str]:
     return [*engine_argv, *MEMORY]
 
 
-def parse_profile(text: str | None) -> tuple[float, ...] | None:
-    """An acceptance profile by name, or from "0.958,0.883,…"; raises LoadError."""
+def parse_profile(text: str | None, draft_length: int) -> tuple[float, ...] | None:
+    """An acceptance profile by name, or from "0.958,0.883,…", for that many drafts; raises LoadError."""
     if text is None:
         return None
-    if text in paper.PROFILES:
-        return paper.PROFILES[text]
+    profile = paper.PROFILES.get(text) or _numbers(text)
+    if len(profile) != draft_length:
+        raise LoadError(
+            f"--imposed-acceptance has {len(profile)} positions, but a round drafts {draft_length} tokens: give "
+            f"one for each, or add --speculative-num-steps {len(profile)}"
+        )
+    return profile
+
+
+def _numbers(text: str) -> tuple[float, ...]:
     try:
         profile = tuple(float(word) for word in text.split(","))
-        return ProbeConfig(imposed_acceptance=profile).imposed_acceptance
+        return ProbeConfig(imposed_acceptance=profile).imposed_acceptance or ()
     except ValidationError as error:
         raise LoadError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     except ValueError:

@@ -53,7 +53,8 @@ class ProbeConfig(BaseModel):
     def _is_a_survival_function(cls, profile: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if profile is not None:
             chain = [1.0, *profile, 0.0]
-            if not profile or any(later > earlier for earlier, later in itertools.pairwise(chain)):
+            # Not "any later > earlier", which a NaN passes.
+            if not profile or not all(earlier >= later for earlier, later in itertools.pairwise(chain)):
                 raise ValueError("imposed_acceptance must fall from at most 1 to at least 0 by position")
         return profile
 

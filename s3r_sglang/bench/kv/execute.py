@@ -120,7 +120,9 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
         load_format=options.load_format,
         dtype=options.dtype,
         engine_argv=tuple(bench.with_memory(engine_argv)),
-        imposed_acceptance=bench.parse_profile(options.imposed_acceptance),
+        imposed_acceptance=bench.parse_profile(
+            options.imposed_acceptance, launch.configuration(engine_argv).draft_length
+        ),
         prompts=options.text.name if options.text else "random tokens",
         requests=options.requests,
         group_size=options.group_size,

@@ -21,13 +21,13 @@ def mutant(probed_environment, current_engine, tiny_llama, gate):
     return current_engine(tiny_llama[0], **gate.STARVED)
 
 
-def run_gate(gate, engine, model, bug: str | None) -> tuple[float, float]:
-    """p-value of the responses' joint law and acceptance, with `bug` planted."""
+def run_gate(gate, engine, model, bug: str | None, share: int = 1) -> tuple[float, float]:
+    """p-value of the responses' joint law and acceptance, with `bug` planted; of a `share`-th of the samples."""
     engine.collective_rpc("plant", bug=bug)
     try:
-        sampling = {"temperature": 1.0}
+        sampling, count = {"temperature": 1.0}, gate.SAMPLES // share
         law = gate.enumerated_law(model, gate.PROMPT, **sampling)
-        responses, acceptance = gate.sample(engine, [gate.PROMPT] * gate.SAMPLES, [sampling] * gate.SAMPLES)
+        responses, acceptance = gate.sample(engine, [gate.PROMPT] * count, [sampling] * count)
     finally:
         engine.collective_rpc("plant", bug=None)
     return gate.p_value(responses, law), acceptance
@@ -59,5 +59,5 @@ def test_gate_passes_with_a_bad_index(gate, mutant, tiny_llama):
 def test_gate_across_pause_sees_the_bug(gate, probed_environment, current_engine, tiny_llama, bug):
     """Not `round_redrawn_after_pause`: that biases nobody while whom to pause does not depend on the tokens."""
     engine = current_engine(tiny_llama[0], **gate.PAUSING)
-    p_value, _ = run_gate(gate, engine, tiny_llama[1], f"paused_at_random {bug}")
+    p_value, _ = run_gate(gate, engine, tiny_llama[1], f"paused_at_random {bug}", share=6)
     assert p_value < 1e-6

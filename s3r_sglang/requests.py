@@ -1,5 +1,6 @@
 """Requests that the round could not answer exactly are refused; SGLang turns the ValueError into HTTP 400."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,8 +82,15 @@ def refuse_inexact(request: Any) -> None:
 def refuse_fatal(request: Any, vocab_size: int) -> None:
     """Raise ValueError if SGLang would take `request`, a TokenizedGenerateReqInput, and its scheduler die of it.
 
-    On a GPU a token id outside the vocabulary fails an assertion on the device, and all requests with it.
+    On a GPU a token id outside the vocabulary fails an assertion on the device, and all requests with it. A bias
+    that is not a number leaves no distribution to sample from.
     """
+    params = request.sampling_params
+    if not isinstance(params.sampling_seed, int | None):
+        raise ValueError(f"sampling_seed must be an integer, not {params.sampling_seed!r}.")
+    for token, bias in (params.logit_bias or {}).items():
+        if not bias < math.inf:
+            raise ValueError(f"logit_bias of token {token} must be a number below infinity, not {bias}.")
     for token in (min(request.input_ids, default=0), max(request.input_ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ValueError(

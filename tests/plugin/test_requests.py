@@ -109,6 +109,20 @@ def test_inexact_options_are_refused(request_of, name, value):
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"sampling_seed": "7"}, "sampling_seed must be an integer, not '7'"),
+        ({"sampling_seed": 1.5}, "sampling_seed must be an integer"),
+        ({"logit_bias": {"3": float("nan")}}, "logit_bias of token 3 must be a number"),
+        ({"logit_bias": {"3": float("inf")}}, "logit_bias of token 3 must be a number"),
+    ],
+)
+def test_parameters_that_end_the_scheduler_are_refused(request_of, params, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_fatal(request_of(params, input_ids=[0]), vocab_size=64)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"input_ids": [1, 64]}, "token id 64 is outside the model's vocabulary of 64"),
@@ -124,7 +138,8 @@ def test_what_ends_the_scheduler_is_refused(request_of, options, message):
 
 def test_the_limits_of_a_request_pass(request_of):
     options = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 64}
-    refuse_fatal(request_of(input_ids=[0, 63], **options), vocab_size=64)
+    params = {"sampling_seed": 2**70, "logit_bias": {"3": -float("inf")}}
+    refuse_fatal(request_of(params, input_ids=[0, 63], **options), vocab_size=64)
 
 
 def test_samples_of_a_group_get_distinct_valid_seeds():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from s3r_sglang.faults import unknown
@@ -86,8 +87,12 @@ def refuse_fatal(request: Any, vocab_size: int) -> None:
     that is not a number leaves no distribution to sample from.
     """
     params = request.sampling_params
-    if not isinstance(params.sampling_seed, int | None):
-        raise ValueError(f"sampling_seed must be an integer, not {params.sampling_seed!r}.")
+    # Not one of numpy either, which overflows when it is mixed.
+    _require("sampling_seed", params.sampling_seed, int)
+    for name in ("top_k", "max_new_tokens"):
+        _require(name, getattr(params, name), Integral)
+    for name in ("top_logprobs_num", "logprob_start_len"):
+        _require(name, getattr(request, name), Integral)
     for token, bias in (params.logit_bias or {}).items():
         if not bias < math.inf:
             raise ValueError(f"logit_bias of token {token} must be a number below infinity, not {bias}.")
@@ -104,6 +109,11 @@ def refuse_fatal(request: Any, vocab_size: int) -> None:
         raise ValueError(
             f"top_logprobs_num {request.top_logprobs_num} exceeds the model's vocabulary of {vocab_size}."
         )
+
+
+def _require(name: str, value: Any, integer: type) -> None:
+    if value is not None and not isinstance(value, integer):
+        raise ValueError(f"{name} must be an integer, not {value!r}.")
 
 
 def seed_of_sample(seed: int, sample: int) -> int:

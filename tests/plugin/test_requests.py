@@ -113,6 +113,8 @@ def test_inexact_options_are_refused(request_of, name, value):
     [
         ({"sampling_seed": "7"}, "sampling_seed must be an integer, not '7'"),
         ({"sampling_seed": 1.5}, "sampling_seed must be an integer"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"max_new_tokens": 9.5}, "max_new_tokens must be an integer"),
         ({"logit_bias": {"3": float("nan")}}, "logit_bias of token 3 must be a number"),
         ({"logit_bias": {"3": float("inf")}}, "logit_bias of token 3 must be a number"),
     ],
@@ -129,6 +131,7 @@ def test_parameters_that_end_the_scheduler_are_refused(request_of, params, messa
         ({"input_ids": [-1, 3]}, "token id -1 is outside"),
         ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len must be"),
         ({"return_logprob": True, "top_logprobs_num": 65}, "top_logprobs_num 65 exceeds"),
+        ({"return_logprob": True, "top_logprobs_num": 1.5}, "top_logprobs_num must be an integer"),
     ],
 )
 def test_what_ends_the_scheduler_is_refused(request_of, options, message):

@@ -92,8 +92,6 @@ class S3RWorker(BaseSpecWorker):
         return self._finish(result, tokens.flatten(), accept_lens, new_seq_lens, bonus)
 
     def _prefill(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
-        if batch.is_prefill_only:
-            return self._score_prompts(batch, on_publish)
         self.seeds.admit(batch.reqs, batch.req_pool_indices)
         # "is_verify" asks for logits only: the first token is sampled here, with the request's own seed.
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
@@ -107,15 +105,6 @@ class S3RWorker(BaseSpecWorker):
             output_logprobs(batch, result.logits_output, tokens, params)
         accept_lens = torch.ones_like(tokens, dtype=torch.int32)
         return self._finish(result, tokens, accept_lens, new_seq_lens, tokens)
-
-    def _score_prompts(self, batch: ScheduleBatch, on_publish) -> GenerationBatchResult:
-        """Prefill requests that generate nothing (`max_new_tokens` 0); SGLang scores them and fakes a token."""
-        result = self.target_worker.forward_batch_generation(batch)
-        if on_publish is not None:
-            on_publish(batch.seq_lens)
-        tokens = result.next_token_ids
-        accept_lens = torch.ones_like(tokens, dtype=torch.int32)
-        return self._finish(result, tokens, accept_lens, batch.seq_lens.clone(), tokens)
 
     def _lay_out(
         self,

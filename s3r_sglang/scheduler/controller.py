@@ -134,16 +134,17 @@ class KVController:
 
         Args:
             req: a new request; its `max_new_tokens` is what SGLang made of `asked`.
-            asked: None if the client set no limit: then the pool does.
+            asked: None if the client set no limit: then the pool does, which must have room for a token.
         """
         total = self.core.pager.total_pages
         room = total - len(req.origin_input_ids) - self.reserve
-        if asked is None:
-            req.sampling_params.max_new_tokens = max(0, min(req.sampling_params.max_new_tokens, room))
-        elif asked > room and req.to_finish is None:
+        wanted = 1 if asked is None else asked
+        if wanted <= room:
+            req.sampling_params.max_new_tokens = min(req.sampling_params.max_new_tokens, room)
+        elif req.to_finish is None:
             advice = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
             req.set_finish_with_abort(
-                f"The request needs up to {total - room + asked} KV pages (prompt, max_new_tokens {asked} and "
+                f"The request needs up to {total - room + wanted} KV pages (prompt, max_new_tokens {wanted} and "
                 f"{self.reserve} for a speculative round), but the KV pool has {total}: {advice}, or enlarge "
                 "the pool with --mem-fraction-static."
             )

@@ -3,6 +3,7 @@
 `test_offload_schedules.py` runs the same decisions over SGLang's pools.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -249,3 +250,34 @@ def test_totals(scheduler):
     assert (stats.rounds, stats.prefills) == (9, 0)
     assert 0 <= stats.restore_seconds < 1
     assert "pauses 2 (1 again), pages moved per 1,000 tokens 200.0" in stats.line()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "limit", "advice"),
+    [
+        (50, None, 46, None),
+        (95, None, 1, None),
+        (96, None, None, "up to 101 KV pages .* shorten the prompt"),
+        (50, 46, 46, None),
+        (50, 47, None, "up to 101 KV pages .* lower max_new_tokens to 46"),
+    ],
+)
+def test_a_response_gets_what_the_pool_has_or_an_error(prompt, asked, limit, advice):
+    """100 pages, 4 of them for a round."""
+    from s3r_sglang.scheduler.controller import KVController
+
+    controller = SimpleNamespace(
+        core=SimpleNamespace(pager=SimpleNamespace(total_pages=100)), reserve=RESERVE
+    )
+    refusals = []
+    request = SimpleNamespace(
+        origin_input_ids=[0] * prompt,
+        sampling_params=SimpleNamespace(max_new_tokens=1000 if asked is None else asked),
+        to_finish=None,
+        set_finish_with_abort=refusals.append,
+    )
+    KVController.limit_length(controller, request, asked)
+    if advice is None:
+        assert (request.sampling_params.max_new_tokens, refusals) == (limit, [])
+    else:
+        assert re.search(advice, *refusals)

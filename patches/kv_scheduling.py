@@ -34,11 +34,18 @@ def bound_admission(allowed: int, scheduler, running_bs: int) -> int:
     return allowed if controller is None else controller.admissible(allowed, running_bs)
 
 
-def count_retraction(scheduler, req, is_retracted: bool = False) -> None:
-    """Before `Scheduler._add_request_to_queue`: count requests that will be prefilled again."""
+def enqueue(original, scheduler, req, is_retracted: bool = False) -> None:
+    """Around `Scheduler._add_request_to_queue`: count what will be prefilled again, answer what is refused.
+
+    SGLang has a refused request wait for its turn: for minutes where the slots are full.
+    """
     controller = controller_of(scheduler)
     if controller is not None and is_retracted:
         controller.recomputed += 1
+    elif controller is not None and req.to_finish is not None and not req.output_ids:
+        controller.refuse(req)
+        return
+    original(scheduler, req, is_retracted)
 
 
 def refuse_larger_than_the_pool(original, scheduler, req) -> None:

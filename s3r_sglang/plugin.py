@@ -94,7 +94,7 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.__init__", "AFTER", kv_scheduling.attach),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", "AROUND", kv_scheduling.next_batch),
     Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "AFTER", kv_scheduling.bound_admission),
-    Hook(f"{_SCHEDULER}._add_request_to_queue", "BEFORE", kv_scheduling.count_retraction),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", "AROUND", kv_scheduling.enqueue),
     Hook(f"{_SCHEDULER}.init_req_max_new_tokens", "AROUND", kv_scheduling.refuse_larger_than_the_pool),
     Hook(f"{_SCHEDULER}.abort_request", "BEFORE", kv_scheduling.abort_paused),
     Hook(f"{_SCHEDULER}.pause_generation", "BEFORE", kv_scheduling.retract_paused),

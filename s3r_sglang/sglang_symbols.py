@@ -12,6 +12,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch, release_req
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -37,6 +38,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 __all__ = [
     "ALLOC_MEMORY_FUNCS",
     "FINISH_ABORT",
+    "AbortReq",
     "AttentionBackend",
     "BaseSpecWorker",
     "CaptureHiddenMode",

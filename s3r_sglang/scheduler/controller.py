@@ -20,6 +20,7 @@ from s3r_sglang.scheduler.pager import Pager
 from s3r_sglang.scheduler.stats import KVStats
 from s3r_sglang.sglang_symbols import (
     FINISH_ABORT,
+    AbortReq,
     Req,
     ScheduleBatch,
     get_alloc_reserve_per_decode,
@@ -143,11 +144,19 @@ class KVController:
             req.sampling_params.max_new_tokens = min(req.sampling_params.max_new_tokens, room)
         elif req.to_finish is None:
             advice = f"lower max_new_tokens to {room}" if room > 0 else "shorten the prompt"
+            is_set = self.scheduler.server_args.max_total_tokens is not None
+            flag = "--max-total-tokens" if is_set else "--mem-fraction-static"
             req.set_finish_with_abort(
                 f"The request needs up to {total - room + wanted} KV pages (prompt, max_new_tokens {wanted} and "
                 f"{self.reserve} for a speculative round), but the KV pool has {total}: {advice}, or enlarge "
-                "the pool with --mem-fraction-static."
+                f"the pool with {flag}."
             )
+
+    def refuse(self, req: Req) -> None:
+        """Answer a request that was refused when it arrived, instead of queueing it."""
+        answer = AbortReq(rid=req.rid, finished_reason=req.to_finish.to_json())
+        self.scheduler.ipc_channels.send_to_tokenizer.send_output(answer, req)
+        req.time_stats.trace_ctx.abort(abort_info=answer.finished_reason)
 
     def stats(self) -> KVStats:
         return self._stats(self.scheduler.running_batch)

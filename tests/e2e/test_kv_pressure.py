@@ -298,6 +298,29 @@ def test_a_request_larger_than_the_pool_is_refused_alone(ample, current_engine, 
     assert small["output_ids"] == ample[0.0][0]
 
 
+def test_a_refused_request_is_answered_while_the_slots_are_full(ample, current_engine, folder, flush):
+    engine = current_engine(folder, **OFFLOAD)
+    largest = {"max_new_tokens": OFFLOAD["max_total_tokens"], "ignore_eos": True}
+
+    async def in_a_crowd():
+        crowd = [
+            asyncio.create_task(engine.async_generate(input_ids=prompt, sampling_params=params))
+            for prompt, params in zip(PROMPTS, sampling(0.0), strict=True)
+        ]
+        refused = asyncio.create_task(engine.async_generate(input_ids=PROMPTS[0], sampling_params=largest))
+        await asyncio.wait([refused])
+        answered = sum(task.done() for task in crowd)
+        return answered, refused.exception(), await asyncio.gather(*crowd)
+
+    answered, error, outputs = engine.loop.run_until_complete(in_a_crowd())
+    # 24 of the 64 have slots, and the first of them take several rounds.
+    assert answered < 24
+    assert isinstance(error, ValueError)
+    assert "enlarge the pool with --max-total-tokens" in str(error)
+    assert [output["meta_info"]["completion_tokens"] for output in outputs] == LENGTHS
+    flush(engine)
+
+
 def test_a_burst_fills_the_slots_while_an_early_request_runs(current_engine, folder):
     """What is set aside for each falls as more become active; the batch must not stay "full" from before."""
     arguments = {**ARGS, "max_total_tokens": 3_000, "s3r_kv_policy": "aimd", "s3r_kv_headroom": 0.5}

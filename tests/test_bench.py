@@ -485,6 +485,10 @@ def test_the_plot_is_drawn(tmp_path):
             ["--model", "qwen3-8b", "--load-format", "dummy", "--s3r-mode=direct"],
             "s3r bench compares engines",
         ),
+        (
+            ["--model", "qwen3-8b", "--load-format", "dummy", "--sweep", "2x8K,1x40800"],
+            "prompts of 40800 and 256 new tokens do not fit the model's 40960 positions",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_run_is_refused_before_an_engine_starts(words, fault):

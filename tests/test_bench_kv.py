@@ -89,7 +89,7 @@ def test_the_pool_is_the_peak_demand_over_the_pressure():
     workload = a_workload(requests=64, groups=16)
     demand = peak_demand([10] * 64, workload.lengths, 16)
     assert workload.pool(16, 1.5) == math.ceil(demand / 1.5)
-    with pytest.raises(LoadError, match="does not hold one response of 100 tokens"):
+    with pytest.raises(LoadError, match="does not hold one response, which takes 184 with"):
         workload.pool(16, demand / 100)
 
 
@@ -362,6 +362,17 @@ def test_the_plot_is_drawn(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_peak_of_host_memory_without_copies_is_the_warm_ups():
+    names = (*run.TOTALS, "host_pages_peak", "host_pages_capacity")
+    before = dict.fromkeys(names, 0) | {"host_pages_peak": 512, "pages_out": 40}
+    assert run._totals(before, before).host_pages_peak == 0
+    assert run._totals(before, before | {"pages_out": 41}).host_pages_peak == 512
+
+
+def test_rates_of_a_cpu_keep_their_digits():
+    assert [page.number(rate) for rate in (3.0412, 99.96, 100.2, 20606.4)] == ["3.04", "100", "100", "20606"]
+
+
 def test_rows_of_the_same_job_are_taken_over_and_others_refused(tmp_path):
     assert execute._earlier_runs(tmp_path, a_job()) == {}
     report = a_report()
@@ -436,3 +447,10 @@ def test_the_command_rolls_out_beyond_the_pool_on_real_engines(tmp_path):
     assert {sample.limit for sample in aimd.samples} <= set(range(5, 9))
     assert max(sample.utilization for sample in aimd.samples) > 0.5
     assert "IMPOSED ACCEPTANCE" in (tmp_path / "out" / "report.md").read_text()
+
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "starting the engine" not in again.stderr
+    for title in ("AR", "AIMD"):
+        assert f"{title}: kept from" in again.stderr
+    assert KvReport.model_validate_json((tmp_path / "out" / "report.json").read_text()) == report

@@ -38,7 +38,7 @@ def bench(
     imposed_acceptance: ImposedAcceptance = None,
     text: Text = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0)] = 1.0,
     backend: Backend = None,
     dtype: Dtype = None,
     profile: Annotated[
@@ -48,8 +48,8 @@ def bench(
 ) -> None:
     """Measure decode throughput with S3R and without, in one go and otherwise alike.
 
-    Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang, those for
-    speculation to the S3R engine only.
+    Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang.
+    Those for speculation go to the S3R engine only.
     """
     from s3r_sglang import cli
 
@@ -103,13 +103,15 @@ def bench_kv(
     backend: Backend = None,
     dtype: Dtype = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.json, report.md, report.png; rows there are kept.")
+        Path | None,
+        typer.Option(help="Folder for report.json, report.md, report.png; rows it has are not run again."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Run rows again that --out has.")] = False,
 ) -> None:
     """Roll out more than the KV pool holds, with every way of scheduling KV (the paper's Table 2).
 
-    One engine after the other, same pool, prompts and lengths. Further arguments go to SGLang, those for
-    speculation to the S3R engines only.
+    One engine after the other, same pool, prompts and lengths.
+    Further arguments go to SGLang, those for speculation to the S3R engines only.
     """
     from s3r_sglang import cli
 
@@ -132,6 +134,7 @@ def bench_kv(
         seed=seed,
         dtype=dtype,
         out=out,
+        force=force,
     )
     _execute(execute, options, ctx, backend)
 

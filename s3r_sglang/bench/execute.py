@@ -97,10 +97,17 @@ def _job(options: Options, folder: Path, engine_argv: list[str], draft_length: i
         raise LoadError("--new-tokens must exceed --settle-tokens: nothing would be left to time")
     most = max(run.CHECK_RESPONSES, *(setting.batch_size for setting in settings))
     longest = max(setting.context for setting in settings)
+    config = paper.read_config(folder)
+    positions = config.get("max_position_embeddings", longest + options.new_tokens)
+    if longest + options.new_tokens > positions:
+        raise LoadError(
+            f"prompts of {longest} and {options.new_tokens} new tokens do not fit the model's {positions} "
+            "positions: lower --context (--sweep) or --new-tokens"
+        )
     if options.text is not None:
         prompts = load.text_prompts(folder, options.text, most, longest)
     else:
-        prompts = load.random_prompts(paper.read_config(folder)["vocab_size"], most, longest)
+        prompts = load.random_prompts(config["vocab_size"], most, longest)
     if options.profile and not cpu.has_gpu():
         raise LoadError("--profile traces GPU kernels: there is no GPU")
     return run.Job(

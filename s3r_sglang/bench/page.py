@@ -11,6 +11,11 @@ Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str]]
 
 
+def number(value: float) -> str:
+    """A rate or a size: whole from 100 on, with three digits below."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def terminal_table(title: str, columns: Columns[Row], rows: Iterable[Row]) -> Table:
     """A table for the terminal; a column without a name holds titles and is never wrapped."""
     table = Table(title=title)

@@ -41,7 +41,7 @@ def _stage_columns(report: Report) -> dict[str, Cell]:
         "sample": lambda row: f"{row.stages.sample_ms:.2f}",
         "round": lambda row: f"{row.stages.round_ms:.2f}",
         "between rounds": lambda row: f"{row.stages.gap_ms:.2f} ({row.stages.gap_share:.1%})",
-        "S3R tok/s by these": lambda row: f"{row.rounds_tokens_per_second:.0f}",
+        "S3R tok/s by these": lambda row: page.number(row.rounds_tokens_per_second),
         "break-even τ": lambda row: f"{row.break_even_tau:.2f}",
         "paper": paper_break_even,
     }
@@ -116,7 +116,7 @@ def _sections(report: Report) -> dict[str, tuple[dict[str, Cell], list[SettingRe
 
 
 def _with_range(median: float, spread: tuple[float, float]) -> str:
-    return f"{median:.0f} ({spread[0]:.0f}-{spread[1]:.0f})"
+    return f"{page.number(median)} ({page.number(spread[0])}-{page.number(spread[1])})"
 
 
 def correctness_line(report: Report) -> str:

@@ -40,13 +40,14 @@ class Options:
     seed: int
     dtype: str | None
     out: Path | None
+    force: bool
 
 
 def execute(options: Options, engine_argv: list[str], console: Console) -> KvReport:
     """Run the command; raises one of `FAULTS` with a message for the user.
 
     The report is written after every variant, and takes over the rows that the output folder already has for
-    the same job: an ablation may be run in pieces.
+    the same job, which are not run again unless forced: an ablation may be run in pieces, or go on.
     """
     keys = parse_variants(options.variants)
     for key in keys:
@@ -57,10 +58,16 @@ def execute(options: Options, engine_argv: list[str], console: Console) -> KvRep
         report = KvReport(**provenance.collect(), job=job, runs=runs)
         console.print(render.workload_line(report), highlight=False)
         for key in keys:
+            if key in runs and not options.force:
+                console.print(
+                    f"{runs[key].title}: kept from {options.out} (--force runs it again)", highlight=False
+                )
+                continue
             with console.status(VARIANTS[key].title(job.slots)) as status:
                 found = run.run_variant(job, key, folder, workload, _progress(console, status))
             console.print(
-                f"{found.title}: {found.tokens_per_second:.0f} tok/s, {found.seconds:.1f} s", highlight=False
+                f"{found.title}: {page.number(found.tokens_per_second)} tok/s, {found.seconds:.1f} s",
+                highlight=False,
             )
             report = report.model_copy(update={"runs": report.runs | {key: found}})
             if options.out is not None:

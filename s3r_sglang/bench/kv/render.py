@@ -26,7 +26,7 @@ def _throughput_columns(report: KvReport) -> dict[str, Cell]:
 
     return {
         "": lambda row: row.title,
-        "tok/s": lambda row: f"{row.tokens_per_second:.0f}",
+        "tok/s": lambda row: page.number(row.tokens_per_second),
         "over AR": gain,
         "paper": paper_gain,
         "seconds": lambda row: f"{row.seconds:.1f}",
@@ -86,10 +86,13 @@ def _bound_columns(report: KvReport) -> dict[str, Cell]:
     }
 
 
+BOUND_TITLE = "What is left to other schedules"
+
+
 def _sections(report: KvReport) -> dict[str, dict[str, Cell]]:
     sections = {"Generation throughput": _throughput_columns(report), "KV traffic": _kv_columns(report)}
     if any(bound(row, report.job) for row in report.rows):
-        sections["What is left to other schedules"] = _bound_columns(report)
+        sections[BOUND_TITLE] = _bound_columns(report)
     return sections
 
 
@@ -134,7 +137,7 @@ def workload_line(report: KvReport) -> str:
         f"{job.requests} responses in groups of {job.group_size}, {job.tokens} tokens in all, log-normal lengths "
         f"of median {median:.0f} up to {job.longest} (longest {longest}; hidden from the scheduler), "
         f"prompts of {job.prompt_length} ({job.prompts}); {job.slots} slots; KV pool of {job.pool_tokens} tokens "
-        f"({pool_gb:.1f} GB), peak demand {job.peak_demand / job.pool_tokens:.2f} times as much"
+        f"({page.number(pool_gb)} GB), peak demand {job.peak_demand / job.pool_tokens:.2f} times as much"
     )
 
 
@@ -149,7 +152,8 @@ def markdown(report: KvReport, plot: str | None) -> str:
         f"- {check_line(report)}",
         "",
     ]
-    for title, columns in _sections(report).items():
+    sections = _sections(report)
+    for title, columns in sections.items():
         lines += page.section(title, columns, report.rows)
     lines += ["## Relations of the paper's section 6.5", ""]
     lines += page.markdown_table(["", "here", "paper"], findings(report))
@@ -161,13 +165,16 @@ def markdown(report: KvReport, plot: str | None) -> str:
         "token here; the paper (arXiv 2610.13202, Table 2: Qwen3-1.7B, ten RL steps, up to 16K tokens) does not "
         "say what its pages hold, so the ratio of two rows is what compares. Its AR row is another engine (vLLM). "
         "The tokens that SGLang's own admission expects of a request (AR, Recompute) are scaled with the lengths.",
-        "",
-        "What is left to other schedules, if the order in which requests start is the same: all read the same "
-        "KV and do the same work per request, so one can only save rounds (each has a fixed cost), pauses and "
-        "forwards that prefill. The costs are fitted to a row's samples (least squares, none negative). Rounds "
-        "not full: the fixed cost of those that a full pool or full slots would have saved while requests "
-        "waited. The last column counts all three as free: no schedule reaches it.",
     ]
+    if BOUND_TITLE in sections:
+        lines += [
+            "",
+            f"{BOUND_TITLE}, if the order in which requests start is the same: all read the same KV and do the "
+            "same work per request, so one can only save rounds (each has a fixed cost), pauses and forwards that "
+            "prefill. The costs are fitted to a row's samples (least squares, none negative). Rounds not full: "
+            "the fixed cost of those that a full pool or full slots would have saved while requests waited. The "
+            "last column counts all three as free: no schedule reaches it.",
+        ]
     if plot:
         lines += ["", f"![Concurrency limit, utilisation and backlog over time]({plot})"]
     return "\n".join(lines) + "\n"
@@ -202,7 +209,9 @@ def _plot_requests(axes: Any, run: KvRun) -> None:
         axes.plot(times, [getattr(sample, name) for sample in run.samples], label=label, **style)
     # All wait at first, in numbers that would flatten the other lines.
     most = 1.4 * max(sample.limit for sample in run.samples)
-    axes.set(title=f"{run.title}: {run.tokens_per_second:.0f} tok/s", ylabel="requests", ylim=(0, most))
+    axes.set(
+        title=f"{run.title}: {page.number(run.tokens_per_second)} tok/s", ylabel="requests", ylim=(0, most)
+    )
     axes.legend(fontsize="small", loc="upper center", ncols=4)
 
 

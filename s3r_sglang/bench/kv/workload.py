@@ -71,10 +71,11 @@ class Workload:
         demand = peak_demand([len(prompt) for prompt in self.prompts], self.lengths, slots)
         pool = math.ceil(demand / pressure)
         # Speculation wants two blocks of up to 33 positions behind the last token.
-        if pool < self.context + 66:
+        needed = self.context + 66
+        if pool < needed:
             raise LoadError(
-                f"a pool of {pool} tokens, 1/{pressure:g} of the peak demand, does not hold one response of "
-                f"{self.longest} tokens: more --slots or --requests, or less --pressure"
+                f"a pool of {pool} tokens, 1/{pressure:g} of the peak demand, does not hold one response, which "
+                f"takes {needed} with its prompt and a round: more --slots or --requests, or less --pressure"
             )
         return pool
 

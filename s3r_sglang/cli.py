@@ -80,6 +80,8 @@ def model_fetch(
 
         def step(done: int, total: int, text: str) -> None:
             bar.update(task, completed=done, total=total, description=text)
+            if done < total and not console.is_interactive:
+                console.print(bar)
 
         try:
             folder = models.fetch(name, out, step)
@@ -116,6 +118,7 @@ def serve(ctx: typer.Context) -> None:
 def doctor() -> None:
     """Check versions, device, kernels and hooks; exit status 1 if anything is wrong."""
     quiet()
+    console.print("importing PyTorch and SGLang, which takes up to a minute")
     from s3r_sglang import report
     from s3r_sglang.doctor import checks
 

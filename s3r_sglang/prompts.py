@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from s3r_sglang.faults import sentence
 from s3r_sglang.server.protocol import Prompt
@@ -20,12 +20,22 @@ class FilePrompt(Prompt):
     answer: Any = None
     datasource: Any = None
 
+    @model_validator(mode="after")
+    def _one_value(self) -> "FilePrompt":
+        metadata = self.metadata or {}
+        for name, value in self._keys().items():
+            if name in metadata and metadata[name] != value:
+                raise ValueError(f"{name} and metadata.{name} differ: drop one of the two")
+        return self
+
     def as_prompt(self) -> Prompt:
         """The prompt with the two keys in its metadata."""
-        keys = {
+        return self.model_copy(update={"metadata": (self.metadata or {}) | self._keys() or None})
+
+    def _keys(self) -> dict[str, Any]:
+        return {
             name: getattr(self, name) for name in ("answer", "datasource") if name in self.model_fields_set
         }
-        return self.model_copy(update={"metadata": (self.metadata or {}) | keys or None})
 
 
 @dataclass(frozen=True)
@@ -53,10 +63,13 @@ def load(path: Path) -> list[Row]:
     A row of `s3r data prepare` also has the keys `answer` and `datasource`, which go into the metadata.
 
     Raises:
-        PromptError: unreadable file, no rows, a malformed row, an unknown key, or an id that occurs twice.
+        PromptError: no file or an unreadable one, no rows, a malformed row, an unknown key, a key that the
+            metadata contradicts, or an id that occurs twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise PromptError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path}: cannot be read ({error})") from None
     rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -1,12 +1,16 @@
 """What the command line prints: progress bars and tables."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -16,17 +20,54 @@ from rich.table import Table
 from s3r_sglang.doctor import Check
 from s3r_sglang.rollout import Response, Summary
 
+# Where the output is no terminal, rich draws a bar once, when it ends.
+LINE_SECONDS = 30.0
 
-def progress(console: Console) -> Progress:
-    """A progress bar with counts and times."""
-    return Progress(
+
+def waiting(console: Console, text: str) -> AbstractContextManager[object]:
+    """A spinner beside `text`; where the output is no terminal, a line."""
+    if not console.is_interactive:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return console.status(escape(text))
+
+
+@contextmanager
+def progress(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
+    """A live bar with counts and times; where the output is no terminal, a line every `LINE_SECONDS`.
+
+    Args:
+        columns: what else to show, after the counts.
+    """
+    live = console.is_interactive
+    bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        *([BarColumn()] if live else []),
         MofNCompleteColumn(),
+        *columns,
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if live else []),
         console=console,
     )
+    with bar, nullcontext() if live else _printed(console, bar):
+        yield bar
+
+
+@contextmanager
+def _printed(console: Console, bar: Progress) -> Iterator[None]:
+    """Within it, a line of `bar` every `LINE_SECONDS`, also while nothing advances."""
+    ended = threading.Event()
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_SECONDS):
+            console.print(bar)
+
+    printer = threading.Thread(target=print_lines, daemon=True)
+    printer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        printer.join()
 
 
 def check_row(check: Check) -> str:

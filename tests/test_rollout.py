@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.progress import TextColumn
 
 from s3r_sglang import models, prompts, report, rollout
 from s3r_sglang.prompts import EncodedPrompt, PromptError
@@ -37,6 +39,14 @@ DEMO = Path(prompts.__file__).parent / "data" / "demo_prompts.jsonl"
         ('{"id": 1, "promt": "x"}', "unknown field 'promt'; did you mean 'prompt'"),
         ('{"id": 1, "prompt": "x", "label": "4"}', "unknown field 'label'; known: answer, .*metadata"),
         ('{"id": 0, "prompt": "x"}', "id 0 was used before, at .*:1"),
+        (
+            '{"id": 1, "prompt": "x", "answer": "1", "metadata": {"answer": "2"}}',
+            "answer and metadata.answer differ: drop one of the two",
+        ),
+        (
+            '{"id": 1, "prompt": "x", "datasource": "a", "metadata": {"datasource": null}}',
+            "datasource and metadata.datasource differ: drop one of the two",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, line, fault):
@@ -51,8 +61,11 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(PromptError, match="holds no prompts"):
         prompts.load(tmp_path / "empty.jsonl")
-    with pytest.raises(PromptError, match="cannot be read"):
+    with pytest.raises(PromptError) as error:
         prompts.load(tmp_path / "missing.jsonl")
+    assert str(error.value) == f"{tmp_path}/missing.jsonl does not exist"
+    with pytest.raises(PromptError, match="cannot be read"):
+        prompts.load(tmp_path)
 
 
 def test_what_trainers_read_goes_into_the_metadata(tmp_path):
@@ -60,12 +73,14 @@ def test_what_trainers_read_goes_into_the_metadata(tmp_path):
         {"id": 1, "prompt": "x", "answer": 4, "datasource": "sums", "metadata": {"level": 2}},
         {"id": 2, "prompt": "x", "answer": None},
         {"id": 3, "prompt": "x"},
+        {"id": 4, "prompt": "x", "answer": 4, "metadata": {"answer": 4}},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert [row.prompt.metadata for row in prompts.load(tmp_path / "prompts.jsonl")] == [
         {"level": 2, "answer": 4, "datasource": "sums"},
         {"answer": None},
         None,
+        {"answer": 4},
     ]
 
 
@@ -194,6 +209,45 @@ def test_the_table_compares_tokens_per_second():
     assert rows["mean draft acceptance"][:2] == ["50.0%", "-"]
 
 
+def test_progress_is_a_line_now_and_then_where_the_output_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(report, "LINE_SECONDS", 0.01)
+    console = Console(width=80, file=io.StringIO())
+    lines = lambda: [line.rsplit(maxsplit=1)[0] for line in console.file.getvalue().splitlines() if line]  # noqa: E731
+    with report.progress(console, TextColumn("responses, {task.fields[tokens]} tokens")) as bar:
+        task = bar.add_task("S3R", total=3, tokens=0)
+        bar.update(task, completed=1, tokens=40)
+        deadline = time.monotonic() + 30
+        while "S3R 1/3 responses, 40 tokens" not in lines() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        bar.update(task, completed=3, tokens=90)
+    assert "S3R 1/3 responses, 40 tokens" in lines()
+    assert lines()[-1] == "S3R 3/3 responses, 90 tokens"
+
+
+def test_on_a_terminal_progress_is_a_bar_and_no_lines(monkeypatch):
+    monkeypatch.setattr(report, "LINE_SECONDS", 0.0)
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    with report.progress(console) as bar:
+        bar.update(bar.add_task("S3R", total=2), completed=1)
+        time.sleep(0.1)
+    drawn = console.file.getvalue()
+    assert "S3R ━━━━━━━━━━━━━━━━━━━━ " in drawn
+    assert drawn.count("\n") == 1
+
+
+def test_waiting_says_for_what():
+    log, terminal = (
+        Console(width=80, file=io.StringIO(), force_terminal=live, color_system=None)
+        for live in (False, True)
+    )
+    with report.waiting(log, "starting [m]"):
+        assert log.file.getvalue() == "starting [m]\n"
+    with report.waiting(terminal, "starting [m]"):
+        pass
+    assert "⠋ starting [m]" in terminal.file.getvalue()
+    assert terminal.file.getvalue().count("starting") == 1
+
+
 class ScriptedEngine:
     """Answers requests in a set order, one of them with an abort: what no real engine does on cue."""
 
@@ -273,6 +327,10 @@ def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    said = [" ".join(line.split()) for line in done.stderr.splitlines()]
+    for title in ("self-sparse", "autoregressive"):
+        started = said.index(f"{title}: starting the engine for {models.fetch('smollm2')}")
+        assert any(line.startswith(f"{title} 4/4 responses, 48 tokens 0:0") for line in said[started:])
 
     def read(name):
         return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.progress import TextColumn
 
 from s3r_sglang import cpu, launch, prompts, report
 from s3r_sglang.config import ConfigError
@@ -45,14 +46,14 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     job = Job(
         _encoded_prompts(request), request.group_size, request.sampling, request.seed, request.concurrency
     )
-    argv = ["--model-path", str(request.model), "--log-level", "error", *engine_argv]
     request.out.parent.mkdir(parents=True, exist_ok=True)
     bind_children()
 
     examples: dict[str | int, Response] = {}
     summary, draft_length = _run(
         "self-sparse",
-        argv,
+        request.model,
+        engine_argv,
         True,
         job,
         request.out,
@@ -62,7 +63,9 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     columns = {"S3R" if faithful else "sparse policy, unverified": summary}
     if request.compare:
         dense_out = request.out.with_suffix(f".autoregressive{request.out.suffix}")
-        columns["autoregressive"], _ = _run("autoregressive", argv, False, job, dense_out, console)
+        columns["autoregressive"], _ = _run(
+            "autoregressive", request.model, engine_argv, False, job, dense_out, console
+        )
     out = Console()
     out.print(report.summary_table(columns, draft_length))
     if faithful:
@@ -75,7 +78,8 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
 
 def _check_options(request: Request) -> None:
     if request.out.exists():
-        if not request.force:
+        # A run that ended before its first group was complete leaves an empty file.
+        if not request.force and request.out.stat().st_size:
             raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
         if request.prompts.exists() and request.out.samefile(request.prompts):
             raise FileExistsError(f"{request.out} is the file of the prompts; give another --out")
@@ -98,7 +102,8 @@ def _encoded_prompts(request: Request) -> list[prompts.EncodedPrompt]:
 
 def _run(
     title: str,
-    argv: list[str],
+    model: Path,
+    engine_argv: list[str],
     speculative: bool,
     job: Job,
     out: Path,
@@ -106,14 +111,19 @@ def _run(
     on_response=lambda row: None,
 ) -> tuple[Summary, int]:
     """One engine from start to shutdown; returns the totals and the draft length (0: no speculation)."""
-    with ended_by_interrupts(NOT_STARTED), console.status(f"{title}: starting the engine"):
+    argv = ["--model-path", str(model), "--log-level", "error", *engine_argv]
+    starting = f"{title}: starting the engine for {model}"
+    with ended_by_interrupts(NOT_STARTED), report.waiting(console, starting):
         engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
     try:
-        with report.progress(console) as bar, out.open("w", encoding="utf-8") as file:
-            task = bar.add_task(title, total=len(job.prompts) * job.group_size)
+        done = Summary()
+        counts = TextColumn("responses, {task.fields[tokens]} tokens")
+        with report.progress(console, counts) as bar, out.open("w", encoding="utf-8") as file:
+            task = bar.add_task(title, total=len(job.prompts) * job.group_size, tokens=0)
 
             def advance(response: Response) -> None:
-                bar.advance(task)
+                done.add(response, [])
+                bar.update(task, completed=done.responses, tokens=done.tokens)
                 on_response(response)
 
             summary = run(engine, job, file, advance)

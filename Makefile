@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml setup.py | $(UV)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
 		{ echo "s3r-sglang needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11 setup"; exit 1; }
 	test -x $(BIN)/python || $(UV) venv --quiet --seed --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+	@echo "Installing SGLang, PyTorch and what the tests need into $(VENV): a few minutes, 9 GB on disk."
 	$(UV) pip install --quiet --python $(BIN)/python -e '.[dev,bench]'
 	touch $@
 

@@ -110,7 +110,13 @@ def serve(ctx: typer.Context) -> None:
     All arguments go to SGLang, and what you give wins; `sglang serve --help` lists its other flags.
     """
     from s3r_sglang import launch
+    from s3r_sglang.config import ConfigError
 
+    try:
+        # SGLang checks them too, half a minute later and below its own messages.
+        launch.configuration(ctx.args)
+    except ConfigError as error:
+        raise fail(str(error)) from None
     launch.serve(ctx.args)
 
 

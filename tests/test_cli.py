@@ -56,6 +56,13 @@ def test_an_autoregressive_engine_drops_what_concerns_speculation():
     assert launch.arguments(given, on_gpu=True, speculative=False) == ["--tp", "2", "--x"]
 
 
+def test_a_wrong_setting_is_refused_before_sglang_is_imported():
+    result = invoke("serve", "--model-path", "nowhere", "--s3r-kv-policy", "lru")
+    assert result.exit_code == 1
+    assert "kv_policy" in result.output
+    assert "'lru'" in result.output
+
+
 def test_a_bad_prompt_file_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"id": 1}\n')
     words = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]

@@ -28,6 +28,8 @@ async def settle():
 class Manager:
     """Of SGLang's TokenizerManager what a job uses, without an engine: it notes what is asked of it."""
 
+    is_pause = False
+
     def __init__(self):
         self.asked, self.aborted = [], []
 

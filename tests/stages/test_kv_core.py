@@ -253,21 +253,23 @@ def test_totals(scheduler):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "asked", "limit", "advice"),
+    ("prompt", "asked", "pool_flag", "limit", "advice"),
     [
-        (50, None, 46, None),
-        (95, None, 1, None),
-        (96, None, None, "up to 101 KV pages .* shorten the prompt"),
-        (50, 46, 46, None),
-        (50, 47, None, "up to 101 KV pages .* lower max_new_tokens to 46"),
+        (50, None, None, 46, None),
+        (95, None, None, 1, None),
+        (96, None, None, None, "up to 101 KV pages .* shorten the prompt, .* --mem-fraction-static"),
+        (50, 46, True, 46, None),
+        (50, 47, True, None, "up to 101 KV pages .* lower max_new_tokens to 46, .* --max-total-tokens"),
     ],
 )
-def test_a_response_gets_what_the_pool_has_or_an_error(prompt, asked, limit, advice):
+def test_a_response_gets_what_the_pool_has_or_an_error(prompt, asked, pool_flag, limit, advice):
     """100 pages, 4 of them for a round."""
     from s3r_sglang.scheduler.controller import KVController
 
     controller = SimpleNamespace(
-        core=SimpleNamespace(pager=SimpleNamespace(total_pages=100)), reserve=RESERVE
+        core=SimpleNamespace(pager=SimpleNamespace(total_pages=100)),
+        reserve=RESERVE,
+        scheduler=SimpleNamespace(server_args=SimpleNamespace(max_total_tokens=pool_flag and 100)),
     )
     refusals = []
     request = SimpleNamespace(

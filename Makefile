@@ -48,9 +48,9 @@ test: setup
 	$(MODEL) smollm2
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
 
-# Everything that takes seconds.
+# The tests that take seconds each; they start no engine.
 quick: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadscope
 
 lint: setup
 	$(BIN)/ruff check .

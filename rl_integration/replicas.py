@@ -133,14 +133,19 @@ class Replicas:
         )
         try:
             while not (await asyncio.wait({post}, timeout=min(WATCH_SECONDS, self._silent_seconds)))[0]:
-                if replica.watch is None or replica.watch.done():
-                    replica.watch = asyncio.create_task(self._sign_of_life(replica))
-                await asyncio.wait({post, replica.watch}, return_when=asyncio.FIRST_COMPLETED)
-                if not post.done() and (silence := replica.watch.result()) is not None:
+                # Held here: another group may start the next watch before this one is woken by its end.
+                watch = self._watch(replica)
+                await asyncio.wait({post, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if not post.done() and (silence := watch.result()) is not None:
                     raise silence
             return post.result()
         finally:
             post.cancel()
+
+    def _watch(self, replica: Replica) -> asyncio.Task[httpx.TransportError | None]:
+        if replica.watch is None or replica.watch.done():
+            replica.watch = asyncio.create_task(self._sign_of_life(replica))
+        return replica.watch
 
     async def _sign_of_life(self, replica: Replica) -> httpx.TransportError | None:
         """None if there is one, which any answer is, whatever it says."""

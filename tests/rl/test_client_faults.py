@@ -18,12 +18,13 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def answering():
-    """Factory: base URL of an HTTP server that answers everything with one status."""
+    """Factory: base URL of an HTTP server that answers everything with one status, after `seconds[method]`."""
     servers = []
 
-    def start(status):
+    def start(status, **seconds):
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
+                time.sleep(seconds.get(self.command, 0))
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.send_response(status)
                 self.send_header("Content-Length", "0")
@@ -102,6 +103,25 @@ def test_a_replica_that_freezes_is_noticed(monkeypatch):
         with pytest.raises(RolloutError, match=r"no replica was ready for 0\.2 seconds .*ReadTimeout"):
             RolloutClient(url, silent_seconds=0.5, recover_seconds=0.2).rollout(prompts, 1)
         assert 0.5 < time.monotonic() - started < 30
+
+
+def test_a_watch_that_another_group_started_meanwhile_is_not_mistaken_for_ones_own(answering, monkeypatch):
+    """Another group, woken between the end of a watch and this group's waking, starts the next one."""
+    monkeypatch.setattr(replicas, "WATCH_SECONDS", 0.05)
+
+    async def status(url):
+        watched = replicas.Replicas(url, None, recover_seconds=1, silent_seconds=60)
+        (replica,) = watched
+        post = asyncio.create_task(watched.post(replica, "{}"))
+        while replica.watch is None:
+            await asyncio.sleep(0.01)
+        first, replica.watch = replica.watch, asyncio.create_task(asyncio.sleep(60))
+        try:
+            return (await post).status_code, first.result()
+        finally:
+            await watched.close()
+
+    assert asyncio.run(status(answering(200, GET=0.3, POST=1))) == (200, None)
 
 
 def test_waiting_is_logged_at_once_and_then_now_and_again(monkeypatch, caplog):

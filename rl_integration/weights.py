@@ -245,11 +245,11 @@ class DistributedSender(WeightSender):
     def close(self) -> None:
         """Dissolve the process group and close the connections."""
         bodies = [{"group_name": self._group_name}] * len(self.urls)
-        with _pool(len(self.urls)) as pool:
+        with _pool(len(self.urls) + 1) as pool:
             replies = self._submit(pool, "/destroy_weights_update_group", bodies)
-            # At the same time: a member of an NCCL group that leaves waits for the others.
-            torch.distributed.destroy_process_group(self._group)
-            _first_failure(replies)
+            # At the same time, as in joining: a member of an NCCL group that leaves waits for the others.
+            left = pool.submit(torch.distributed.destroy_process_group, self._group)
+            _first_failure([*replies, left])
         super().close()
 
 

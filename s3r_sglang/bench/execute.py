@@ -98,12 +98,12 @@ def _job(options: Options, folder: Path, engine_argv: list[str], draft_length: i
     most = max(run.CHECK_RESPONSES, *(setting.batch_size for setting in settings))
     longest = max(setting.context for setting in settings)
     config = paper.read_config(folder)
-    positions = config.get("max_position_embeddings", longest + options.new_tokens)
-    if longest + options.new_tokens > positions:
-        raise LoadError(
-            f"prompts of {longest} and {options.new_tokens} new tokens do not fit the model's {positions} "
-            "positions: lower --context (--sweep) or --new-tokens"
-        )
+    require_positions(
+        config,
+        longest + options.new_tokens,
+        f"prompts of {longest} and {options.new_tokens} new tokens",
+        "lower --context (--sweep) or --new-tokens",
+    )
     if options.text is not None:
         prompts = load.text_prompts(folder, options.text, most, longest)
     else:
@@ -124,6 +124,13 @@ def _job(options: Options, folder: Path, engine_argv: list[str], draft_length: i
         imposed_acceptance=parse_profile(options.imposed_acceptance, draft_length),
         profile=options.profile,
     )
+
+
+def require_positions(config: dict[str, Any], needed: int, what: str, advice: str) -> None:
+    """Raise LoadError if `what`, which takes `needed` positions, exceeds those of the model."""
+    positions = config.get("max_position_embeddings", needed)
+    if needed > positions:
+        raise LoadError(f"{what} do not fit the model's {positions} positions: {advice}")
 
 
 def with_memory(engine_argv: list[str]) -> list[str]:

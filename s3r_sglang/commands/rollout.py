@@ -116,14 +116,13 @@ def _run(
     with ended_by_interrupts(NOT_STARTED), report.waiting(console, starting):
         engine = launch.open_engine(launch.arguments(argv, cpu.has_gpu(), speculative))
     try:
-        done = Summary()
         counts = TextColumn("responses, {task.fields[tokens]} tokens")
         with report.progress(console, counts) as bar, out.open("w", encoding="utf-8") as file:
             task = bar.add_task(title, total=len(job.prompts) * job.group_size, tokens=0)
 
             def advance(response: Response) -> None:
-                done.add(response, [])
-                bar.update(task, completed=done.responses, tokens=done.tokens)
+                tokens = bar.tasks[task].fields["tokens"] + len(response.token_ids)
+                bar.update(task, advance=1, tokens=tokens)
                 on_response(response)
 
             summary = run(engine, job, file, advance)

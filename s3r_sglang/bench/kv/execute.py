@@ -116,12 +116,12 @@ def _job(options: Options, folder: Path, engine_argv: list[str]) -> tuple[KvJob,
         median=options.median_length,
         seed=options.seed,
     )
-    positions = config.get("max_position_embeddings", workload.context)
-    if workload.context > positions:
-        raise LoadError(
-            f"prompts of {options.prompt_length} and responses of {options.max_length} tokens do not fit the "
-            f"model's {positions} positions: lower --max-length"
-        )
+    bench.require_positions(
+        config,
+        workload.context,
+        f"prompts of {options.prompt_length} and responses of {options.max_length} tokens",
+        "lower --max-length",
+    )
     job = KvJob(
         model=shape.name,
         load_format=options.load_format,

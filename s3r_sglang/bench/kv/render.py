@@ -13,6 +13,7 @@ from s3r_sglang.bench.kv.workload import median_length, response_lengths
 
 Cell = Callable[[KvRun], str]
 PLOTTED = ("offload", "aimd")
+BOUND_TITLE = "What is left to other schedules"
 
 
 def _throughput_columns(report: KvReport) -> dict[str, Cell]:
@@ -84,9 +85,6 @@ def _bound_columns(report: KvReport) -> dict[str, Cell]:
         "prefills": of(lambda row, kv, it: f"{it.prefills:.2f} s ({kv.prefills})"),
         "gain without all": of(lambda row, kv, it: f"{it.gain - 1:+.1%}"),
     }
-
-
-BOUND_TITLE = "What is left to other schedules"
 
 
 def _sections(report: KvReport) -> dict[str, dict[str, Cell]]:

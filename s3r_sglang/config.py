@@ -55,7 +55,9 @@ class S3RConfig(BaseModel):
     budget_ratio: float = Field(
         0.05, gt=0, le=1, description="Share of the context that a draft step reads (s)."
     )
-    min_budget: int = Field(192, ge=1, description="Positions that a draft step reads at least (K_min).")
+    min_budget: int = Field(
+        192, ge=1, lt=2**31, description="Positions that a draft step reads at least (K_min)."
+    )
     recent_window: int = Field(64, ge=1, description="Newest positions always in the draft's index (R).")
     # The scoring kernel is unrolled over blocks of queries: thousands would compile for minutes.
     prompt_queries: int = Field(
@@ -82,6 +84,7 @@ class S3RConfig(BaseModel):
     kv_host_gb: float | None = Field(
         None,
         ge=0,
+        le=2**20,
         description="Host memory for the KV of paused requests, in GB per process; unset: as much as the KV pool "
         "holds, but at most 32 and at most a quarter of what is free.",
     )

@@ -71,7 +71,8 @@ def load(path: Path) -> list[Row]:
     except FileNotFoundError:
         raise PromptError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: cannot be read ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PromptError(f"{path}: cannot be read ({reason})") from None
     rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise PromptError(f"{path}: holds no prompts")

@@ -1,6 +1,10 @@
 """Shared set-up: on a machine without a GPU, SGLang runs with the CPU stand-in, in child processes too."""
 
+import importlib.util
 import logging
+import os
+import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +14,26 @@ from s3r_sglang import cpu
 if not torch.cuda.is_available():
     cpu.prepare()
 
+# Each engine imports the files of all models that SGLang knows: 4 s of CPU time. The tests run models of these.
+MODELS = {"llama", "qwen2", "qwen3"}
+sglang = Path(importlib.util.find_spec("sglang").origin).parent
+others = {module.name for module in pkgutil.iter_modules([str(sglang / "srt" / "models")])} - MODELS
+os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+
 # `sgl.Engine` shuts down once more at exit and logs it, to a stream that pytest has closed by then.
 logging.raiseExceptions = False
+
+
+# What takes longest comes first, so that no worker is left alone with it at the end.
+FIRST = ["tests/rl", "tests/e2e/test_real_model.py", "tests/e2e"]
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        starts = [item.nodeid.startswith(prefix) for prefix in FIRST]
+        return starts.index(True) if any(starts) else len(FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -28,4 +50,5 @@ def pytest_xdist_make_scheduler(config, log):
             path = nodeid.split("::")[0]
             return "tests/rl" if path.startswith("tests/rl/") else path
 
+    config.option.loadscopereorder = False  # by number of tests
     return FilesThatShareServers(config, log)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Return once `condition` holds; fail the test if that takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"the condition did not come true within {seconds:g} seconds")
+        time.sleep(0.05)
 
 
 def random_llama(seed: int = 0, **changes):

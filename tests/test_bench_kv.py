@@ -420,7 +420,7 @@ def test_the_command_rolls_out_beyond_the_pool_on_real_engines(tmp_path):
     ]
     # fmt: on
     command = [sys.executable, "-c", "from s3r_sglang.cli import main; main()", "bench-kv", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     report = KvReport.model_validate_json((tmp_path / "out" / "report.json").read_text())
 

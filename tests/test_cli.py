@@ -1,7 +1,9 @@
 """The `s3r` command: arguments, defaults by device, refusals, and the doctor's findings."""
 
+import collections
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import time
 import httpx
 import psutil
 import pytest
-from s3r_testing import free_port, server_process
+from s3r_testing import free_port, random_llama, server_process, wait_until, write_word_tokenizer
 from typer.testing import CliRunner
 
 from s3r_sglang import cpu, doctor, launch, models
@@ -134,13 +136,42 @@ def test_no_flag_of_sglang_is_taken_for_a_misspelt_option():
         assert nearest(flag, options, similar=0.85) in (None, flag)
 
 
-def test_results_are_not_overwritten(tmp_path):
-    (tmp_path / "o.jsonl").write_text("precious")
+@pytest.mark.parametrize("name", ["o.jsonl", "o.autoregressive.jsonl"])
+def test_results_are_not_overwritten(tmp_path, name):
+    (tmp_path / name).write_text("precious")
     words = ["--model", tmp_path, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "o.jsonl"]
-    result = invoke("rollout", *words)
+    result = invoke("rollout", *words, "--compare")
     assert result.exit_code == 1
-    assert "--force" in result.output
-    assert (tmp_path / "o.jsonl").read_text() == "precious"
+    assert f"{name} exists; give another --out, or --force" in result.output
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_rollout_keeps_the_groups_that_are_complete(tmp_path):
+    random_llama().save_pretrained(tmp_path / "model")
+    write_word_tokenizer(tmp_path / "model")
+    prompts = [{"id": i, "token_ids": [5, 6, 7], "max_new_tokens": 4 if i < 3 else 240} for i in range(99)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    out = tmp_path / "o.jsonl"
+    files = ["--model", tmp_path / "model", "--prompts", tmp_path / "p.jsonl", "--out", out]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*S3R, "rollout", *files, "--group-size", "2", "--concurrency", "2"],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    wait_until(lambda: out.exists() and out.read_text(), seconds=300)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows
+    assert collections.Counter(row["prompt_id"] for row in rows) == {row["prompt_id"]: 2 for row in rows}
+    said = (tmp_path / "log").read_text()
+    assert f"stopped: {out} holds the groups that were complete" in said
+    assert "Traceback" not in said
+    assert ended(family)
 
 
 def test_an_empty_file_of_an_interrupted_run_is_no_result(tmp_path):

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from s3r_testing import wait_until
 
 # As SGLang does: the child imports the main module again, which takes long, before it runs anything of its own.
 PARENT = """
@@ -33,13 +34,6 @@ if __name__ == "__main__":
             child.kill()
             print(type(error).__name__)
 """
-
-
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")

@@ -64,8 +64,9 @@ def test_an_empty_or_missing_file_is_refused(tmp_path):
     with pytest.raises(PromptError) as error:
         prompts.load(tmp_path / "missing.jsonl")
     assert str(error.value) == f"{tmp_path}/missing.jsonl does not exist"
-    with pytest.raises(PromptError, match="cannot be read"):
+    with pytest.raises(PromptError) as error:
         prompts.load(tmp_path)
+    assert str(error.value) == f"{tmp_path}: cannot be read (Is a directory)"
 
 
 def test_what_trainers_read_goes_into_the_metadata(tmp_path):
@@ -325,7 +326,7 @@ def test_the_command_writes_complete_groups_of_the_dense_policy(tmp_path):
     command += ["--out", str(tmp_path / "out" / "rows.jsonl"), "--group-size", "2", "--max-new-tokens", "12"]
     command += ["--temperature", "0", "--compare", "--s3r-min-budget", "64", "--dtype", "float32"]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [" ".join(line.split()) for line in done.stderr.splitlines()]
     for title in ("self-sparse", "autoregressive"):

@@ -33,6 +33,11 @@ class Request:
     compare: bool
     force: bool
 
+    @property
+    def dense_out(self) -> Path:
+        """Where `--compare` writes the autoregressive responses."""
+        return self.out.with_suffix(f".autoregressive{self.out.suffix}")
+
 
 def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     """Run the command; raises one of `FAULTS` with a message for the user."""
@@ -62,9 +67,8 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
     )
     columns = {"S3R" if faithful else "sparse policy, unverified": summary}
     if request.compare:
-        dense_out = request.out.with_suffix(f".autoregressive{request.out.suffix}")
         columns["autoregressive"], _ = _run(
-            "autoregressive", request.model, engine_argv, False, job, dense_out, console
+            "autoregressive", request.model, engine_argv, False, job, request.dense_out, console
         )
     out = Console()
     out.print(report.summary_table(columns, draft_length))
@@ -77,12 +81,14 @@ def execute(request: Request, engine_argv: list[str], console: Console) -> None:
 
 
 def _check_options(request: Request) -> None:
-    if request.out.exists():
+    for out in (request.out, request.dense_out) if request.compare else (request.out,):
+        if not out.exists():
+            continue
         # A run that ended before its first group was complete leaves an empty file.
-        if not request.force and request.out.stat().st_size:
-            raise FileExistsError(f"{request.out} exists; give another --out, or --force to overwrite it")
-        if request.prompts.exists() and request.out.samefile(request.prompts):
-            raise FileExistsError(f"{request.out} is the file of the prompts; give another --out")
+        if not request.force and out.stat().st_size:
+            raise FileExistsError(f"{out} exists; give another --out, or --force to overwrite it")
+        if request.prompts.exists() and out.samefile(request.prompts):
+            raise FileExistsError(f"{out} is the file of the prompts; give another --out")
     try:
         Sampling.model_validate(request.sampling)
     except ValidationError as error:
@@ -127,6 +133,9 @@ def _run(
 
             summary = run(engine, job, file, advance)
             summary.kv = kv_stats(engine)
+    except KeyboardInterrupt:
+        console.print(f"stopped: {out} holds the groups that were complete", highlight=False, soft_wrap=True)
+        raise
     finally:
         engine.shutdown()
     return summary, engine.server_args.speculative_num_steps or 0

@@ -19,10 +19,10 @@ COMMON = {
 S3R = {**COMMON, "speculative_algorithm": "SELF_SPARSE"}
 DRAFT_LENGTH = 6
 
-# Both sides of the minimum budget (192) and of the prefill chunk (512), up to six chunks. A prompt of the
+# Both sides of the minimum budget (192) and of the prefill chunk (512), up to four chunks. A prompt of the
 # second wave starts with one of the first, so that it hits the radix cache.
-FIRST_WAVE = [32, 33, 47, 64, 100, 150, 191, 192, 193, 256]
-SECOND_WAVE = [300, 384, 511, 512, 513, 640, 800, 1025, 1600, 3000]
+FIRST_WAVE = [32, 33, 64, 191, 192, 193]
+SECOND_WAVE = [300, 511, 512, 513, 1025, 1600]
 DOCUMENTS = 5
 
 
@@ -64,14 +64,14 @@ def test_logprobs_equal_those_of_a_dense_prefill(default, flush, smollm2, text_i
     cold, plain = default.generate(
         input_ids=[prompt, prompt],
         sampling_params=[
-            {"temperature": t, "max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 5}
+            {"temperature": t, "max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 5}
             for t in (0.7, 1.0)
         ],
         return_logprob=True,
     )
     for output in (cold, plain):
         assert [token for _, token, _ in output["meta_info"]["output_token_logprobs"]] == output["output_ids"]
-        assert len(output["output_ids"]) == 300
+        assert len(output["output_ids"]) == 100
     expected = transformers_logprobs(smollm2, prompt, cold["output_ids"], temperature=0.7)
     np.testing.assert_allclose(reported(cold), expected, atol=1e-4)
     np.testing.assert_allclose(
@@ -105,7 +105,7 @@ def transformers_logprobs(folder, prompt, response, temperature) -> np.ndarray:
     return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1).numpy()
 
 
-def accept_length(engine, text_ids, lengths=(2048, 2560, 3072)) -> float:
+def accept_length(engine, text_ids, *lengths: int) -> float:
     """τ at temperature 1 over two responses of 64 tokens to a prompt of each length."""
     outputs = engine.generate(
         input_ids=[prompt_of(text_ids, i, length) for i, length in enumerate(lengths)],
@@ -125,19 +125,19 @@ def accept_length(engine, text_ids, lengths=(2048, 2560, 3072)) -> float:
 
 @pytest.fixture(scope="module")
 def default_accept_length(current_engine, smollm2, text_ids):
-    return accept_length(current_engine(smollm2, **S3R), text_ids)
+    return accept_length(current_engine(smollm2, **S3R), text_ids, 2048)
 
 
-def test_accept_length_on_long_prompts(default_accept_length):
+def test_accept_length_on_long_prompts(default, text_ids, default_accept_length):
     """The draft reads 192 positions and still gets 4 tokens a round."""
-    assert default_accept_length >= 4.0
+    assert min(default_accept_length, accept_length(default, text_ids, 3072)) >= 4.0
 
 
 def test_accept_length_grows_with_the_budget(current_engine, smollm2, text_ids, default_accept_length):
     larger = current_engine(smollm2, **S3R, s3r_budget_ratio=0.2)
-    assert accept_length(larger, text_ids) > default_accept_length
+    assert accept_length(larger, text_ids, 2048) > default_accept_length
 
 
 def test_whole_budget_is_rejected_for_rounding_only(current_engine, smollm2, text_ids):
     whole = current_engine(smollm2, **S3R, s3r_budget_ratio=1.0)
-    assert accept_length(whole, text_ids, lengths=[2048]) >= 1 + 0.99 * DRAFT_LENGTH
+    assert accept_length(whole, text_ids, 1024) >= 1 + 0.99 * DRAFT_LENGTH

@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def results(engine, write_llama, prompts, tmp_path_factory):
-    """{(number of ranks, whether memory is tight): (greedy responses, sampled responses, KV statistics)}."""
+    """{number of ranks: (greedy responses, sampled responses, KV statistics)}; two have too little memory."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs, or none: then two processes on the CPU")
     folder = tmp_path_factory.mktemp("two-rank-llama")
@@ -37,13 +37,13 @@ def results(engine, write_llama, prompts, tmp_path_factory):
     greedy = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
     sampled = [{**greedy, "temperature": 1.0, "sampling_seed": 7 + i} for i in range(len(prompts))]
     responses = {}
-    for ranks, tight in ((1, False), (2, False), (2, True)):
+    for ranks, memory in ((1, {}), (2, TIGHT)):
         with pytest.MonkeyPatch.context() as patch:
             if not torch.cuda.is_available():
                 patch.setenv("SGLANG_NCCL_SO_PATH", "none")  # SGLang would hand NCCL a CPU device
                 patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("01"[:ranks]))
-            with engine(folder, tp_size=ranks, **STARVED | (TIGHT if tight else {})) as running:
-                responses[ranks, tight] = [
+            with engine(folder, tp_size=ranks, **STARVED | memory) as running:
+                responses[ranks] = [
                     *(
                         running.generate(input_ids=prompts, sampling_params=each)
                         for each in (greedy, sampled)
@@ -69,7 +69,7 @@ def assert_same_tokens(answers, expected) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["greedy", "sampled"])
 def test_two_ranks_emit_what_one_emits(results, kind):
-    one, two = (results[ranks, False][kind] for ranks in (1, 2))
+    one, two = (results[ranks][kind] for ranks in (1, 2))
     assert_same_tokens(two, one)
     # The index decides what is accepted: equal accept lengths say that both ranks' halves of it are right.
     lengths = [[answer["meta_info"]["s3r_accept_length"] for answer in answers] for answers in (one, two)]
@@ -78,9 +78,8 @@ def test_two_ranks_emit_what_one_emits(results, kind):
 
 
 def test_two_ranks_pause_and_restore_as_one(results):
-    *responses, stats = results[2, True]
-    for kind, answers in enumerate(responses):
-        assert_same_tokens(answers, results[1, False][kind])
+    """Meanwhile: what they emit is compared above."""
+    stats = results[2][-1]
     assert stats["pauses"] == stats["restores"] > 0
     assert stats["pages_in"] == stats["pages_out"] > 0
     assert (stats["recomputed"], stats["host_pages_used"]) == (0, 0)

@@ -125,18 +125,18 @@ def stats(server):
     return httpx.get(f"{server.url}/s3r/stats", timeout=60).json()
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("the condition did not come true")
-
-
 def dense_logprobs(model, prompt_ids, token_ids, temperature=1.0):
     """Logprobs of `token_ids` after `prompt_ids` by one dense forward of transformers."""
     ids = torch.tensor([prompt_ids + token_ids])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def dense_greedy(model, prompt_ids, new_tokens=SAMPLING["max_new_tokens"]):
+    """The likeliest token after `prompt_ids`, the likeliest after that, …, by dense forwards of transformers."""
+    ids = list(prompt_ids)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    return ids[len(prompt_ids) :]

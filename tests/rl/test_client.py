@@ -8,7 +8,8 @@ import time
 
 import pytest
 from s3r_sglang.rl_integration.client import AsyncRolloutClient, RolloutClient, RolloutError
-from support import SAMPLING, groups, prompt, stats, wait_until
+from s3r_testing import wait_until
+from support import SAMPLING, groups, prompt, stats
 
 pytestmark = pytest.mark.slow
 

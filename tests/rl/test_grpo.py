@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "rl_integration" / "examples" / "grpo.py"
 def test_the_reward_improves_and_trainer_and_server_agree(server, model):
     command = [sys.executable, str(EXAMPLE), "--url", server.url, "--model", str(model[0]), "--steps", "20"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     finally:
         WeightSender(server.url).send_path(model[0], "first")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -158,7 +158,7 @@ def test_the_comparison_of_rollouts(model, tmp_path):
     prepare("arithmetic", tmp_path / "problems.jsonl", limit=12)
     command += ["--data", str(tmp_path / "problems.jsonl"), "--reward", "even"]
     command += ["--steps", "3", "--prompts", "4", "--group-size", "4", "--mini-batch", "8", "--sleep", "all"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "comparison.json").read_text())
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")

@@ -116,7 +116,7 @@ class Run:
     def text(self):
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text, seconds=600):
+    def wait_for(self, text, seconds=1200):
         """Wait until the log has `text`; fails if the run ends without it."""
         deadline = time.monotonic() + seconds
         while text not in self.text():
@@ -124,7 +124,7 @@ class Run:
             assert time.monotonic() < deadline, self.text()[-6000:]
             time.sleep(0.2)
 
-    def finish(self, seconds=600):
+    def finish(self, seconds=1200):
         """Wait for the end; returns {name: [value of each step]} of OpenRLHF's TensorBoard log."""
         assert self.process.wait(seconds) == 0, self.text()[-6000:]
         return self.scalars()
@@ -204,7 +204,7 @@ def test_the_reward_rises_in_sync_and_killed_servers_cost_no_sample(start, tmp_p
     flags += ["--s3r.server_args", f"{openrlhf_toy.SERVER} --max-running-requests 4"]
     flags += ["--ckpt.path", str(tmp_path / "checkpoints")]
     first = start(12, *flags, "--s3r.restarts", "1", KILL_AT="50,130")
-    assert first.process.wait(600) == 1
+    assert first.process.wait(1200) == 1
     assert "died again after 1 restarts (--s3r.restarts)" in first.text()
     saved = tmp_path / "checkpoints" / "_actor" / "global_step8"
     assert f"The newest checkpoint is {saved}; --ckpt.load_enable goes on from it" in first.text()

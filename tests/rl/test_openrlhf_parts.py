@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from s3r_sglang.rl_integration.openrlhf.metrics import Totals, summary
 from s3r_sglang.rl_integration.openrlhf.runtime import STANDINS
 from s3r_sglang.rl_integration.openrlhf.sampling import output_of, sampling_of
 from s3r_sglang.rl_integration.openrlhf.server import ServerError, ServerProcess
+from s3r_testing import wait_until
 
 from s3r_sglang.server.protocol import GroupError, Response
 
@@ -527,10 +527,3 @@ def marked(mark):
             if mark.encode() in environ.read():
                 found.append(int(name))
     return found
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

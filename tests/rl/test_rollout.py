@@ -6,7 +6,8 @@ import threading
 
 import httpx
 import pytest
-from support import LOGPROB_TOLERANCE, SAMPLING, dense_logprobs, groups, prompt, rollout, stats, wait_until
+from s3r_testing import wait_until
+from support import LOGPROB_TOLERANCE, SAMPLING, dense_logprobs, groups, prompt, rollout, stats
 
 pytestmark = pytest.mark.slow
 

@@ -15,17 +15,17 @@ from s3r_sglang.rl_integration.weights import (
     buckets,
     serialize,
 )
+from s3r_testing import free_port, wait_until
 from safetensors.torch import load_file, save_file
 from support import (
     LOGPROB_TOLERANCE,
     SAMPLING,
+    dense_greedy,
     dense_logprobs,
-    free_port,
     groups,
     prompt,
     rollout,
     stats,
-    wait_until,
 )
 
 from s3r_sglang.server.gate import MIXED
@@ -42,12 +42,9 @@ def greedy(server, number=0):
     return group["responses"][0]["token_ids"], group
 
 
-def dense_greedy(model, number=0):
-    ids = list(prompt(number)["token_ids"])
-    for _ in range(SAMPLING["max_new_tokens"]):
-        with torch.no_grad():
-            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-    return ids[-SAMPLING["max_new_tokens"] :]
+def greedy_of(model, number=0):
+    """What `greedy` gives for a server with the weights of `model`."""
+    return dense_greedy(model, prompt(number)["token_ids"])
 
 
 def send_path(server, folder, model, version):
@@ -79,13 +76,13 @@ def fresh(server, model):
 
 @pytest.mark.parametrize("send", [send_path, send_tensors, send_distributed])
 def test_new_weights_are_what_is_sampled_from_and_what_drafts(fresh, model, other_model, send):
-    assert greedy(fresh)[0] == dense_greedy(model[1])
+    assert greedy(fresh)[0] == greedy_of(model[1])
     tau = groups(fresh, group_size=8, seed=1)[0]["accept_length"]
     for version, (folder, weights) in {"second": other_model, "third": model, "fourth": other_model}.items():
         updates = stats(fresh)["weight_updates"]
         send(fresh, folder, weights, version)
         tokens, group = greedy(fresh)
-        assert tokens == dense_greedy(weights)
+        assert tokens == greedy_of(weights)
         assert group["weight_version"] == version
         assert group["weight_updates"] > updates
         sampled = groups(fresh, group_size=8, seed=1)[0]
@@ -122,7 +119,7 @@ def test_the_requests_by_which_slime_updates_a_paused_server(fresh, other_model)
     finally:
         sender.close()
     tokens, group = greedy(fresh)
-    assert tokens == dense_greedy(other_model[1])
+    assert tokens == greedy_of(other_model[1])
     assert group["weight_version"] == "second"
 
 
@@ -133,7 +130,7 @@ def test_ipc_without_a_checkpoint_engine_is_refused_and_changes_nothing(fresh, m
     assert response.status_code == 400, response.text
     assert response.json()["message"].startswith("IPC weight update failed")
     tokens, group = greedy(fresh)
-    assert tokens == dense_greedy(model[1])
+    assert tokens == greedy_of(model[1])
     assert group["weight_version"] == "first"
 
 
@@ -141,7 +138,7 @@ def test_prefix_kv_is_dropped_even_if_the_trainer_does_not_ask(fresh, other_mode
     groups(fresh, group_size=1)
     body = {"model_path": str(other_model[0]), "flush_cache": False, "weight_version": "second"}
     assert httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).status_code == 200
-    assert greedy(fresh)[0] == dense_greedy(other_model[1])
+    assert greedy(fresh)[0] == greedy_of(other_model[1])
 
 
 def background(call):
@@ -212,7 +209,7 @@ def test_updates_between_plain_requests_wait_for_them_and_mix_no_weights(fresh, 
         done.set()
         for client in clients:
             client.result()
-    policies = {n: [dense_greedy(weights, n) for _, weights in (model, other_model)] for n in range(3)}
+    policies = {n: [greedy_of(weights, n) for _, weights in (model, other_model)] for n in range(3)}
     used = [policies[number].index(tokens) for number, tokens in answers]
     assert set(used) == {0, 1}
 
@@ -376,7 +373,7 @@ def test_names_that_the_model_does_not_have_are_refused(fresh, model, other_mode
     assert stats(fresh)["status"] == "updating"
     WeightSender(fresh.url).send(named(other_model[1]), "second")
     tokens, group = greedy(fresh)
-    assert (tokens, group["weight_version"]) == (dense_greedy(other_model[1]), "second")
+    assert (tokens, group["weight_version"]) == (greedy_of(other_model[1]), "second")
 
 
 def test_a_wrong_shape_or_group_does_not_end_the_server(fresh, model):
@@ -389,7 +386,7 @@ def test_a_wrong_shape_or_group_does_not_end_the_server(fresh, model):
     assert (response.status_code, "never-joined" in response.text) == (400, True)
     garbage = {"serialized_named_tensors": ["bm90IGEgcGlja2xl"]}
     assert httpx.post(f"{fresh.url}/update_weights_from_tensor", json=garbage, timeout=60).status_code == 400
-    assert greedy(fresh)[0] == dense_greedy(model[1])
+    assert greedy(fresh)[0] == greedy_of(model[1])
 
 
 def send_bucket(server, bucket):
@@ -421,7 +418,7 @@ def test_an_update_that_fails_half_way_without_a_session_stops_sampling_until_a_
     assert refusals(fresh) == {(503, MIXED)}
     assert send_bucket(fresh, tensors[:5]).status_code == 200
     tokens, group = greedy(fresh)
-    assert (tokens, group["weight_version"]) == (dense_greedy(other_model[1]), "second")
+    assert (tokens, group["weight_version"]) == (greedy_of(other_model[1]), "second")
 
 
 @pytest.mark.parametrize("fault", ["half of the tensors", "half of the bytes"])
@@ -440,10 +437,10 @@ def test_a_folder_that_its_trainer_has_not_finished_is_refused(fresh, model, oth
         assert "The folder has no weights for" in refused.text
         assert refusals(fresh) == {(503, MIXED)}
     else:
-        assert greedy(fresh)[0] == dense_greedy(model[1])
+        assert greedy(fresh)[0] == greedy_of(model[1])
     body["model_path"] = str(other_model[0])
     httpx.post(f"{fresh.url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
-    assert greedy(fresh)[0] == dense_greedy(other_model[1])
+    assert greedy(fresh)[0] == greedy_of(other_model[1])
 
 
 def test_a_session_with_a_failed_update_is_not_committed(fresh, model):
@@ -469,7 +466,7 @@ def test_of_two_senders_at_once_the_later_wins_and_the_other_is_told(fresh, mode
     with pytest.raises(WeightSyncError, match=r"409: .*another one took over"):
         WeightSender(fresh.url, bucket_bytes=1).send(overtaken(), "earlier")
     tokens, group = greedy(fresh)
-    assert (tokens, group["weight_version"]) == (dense_greedy(model[1]), "later")
+    assert (tokens, group["weight_version"]) == (greedy_of(model[1]), "later")
 
 
 @pytest.mark.parametrize(

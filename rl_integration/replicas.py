@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
-from s3r_sglang.rl_integration.urls import base_urls
+from s3r_sglang.rl_integration.urls import LIMITS, base_urls
 
 # A replica that was lost is asked again this often, and a 503 of a sleeping one is not hammered either.
 PROBE_SECONDS = 1.0
@@ -68,7 +68,7 @@ class Replicas:
         self.http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64 * len(self)),
+            limits=LIMITS,
         )
 
     def __len__(self) -> int:

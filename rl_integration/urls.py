@@ -1,8 +1,12 @@
-"""Addresses of rollout servers, as a trainer gives them."""
+"""Addresses of rollout servers, as a trainer gives them, and how to connect to them."""
 
 from collections.abc import Sequence
 
 import httpx
+
+# A connection for each request. A server closes one that was idle for 5 seconds (uvicorn's default, and how long
+# httpx would keep it): a request sent at that very moment is lost, and an update or a group with it.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def base_urls(urls: str | Sequence[str]) -> list[str]:

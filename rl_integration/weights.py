@@ -21,7 +21,7 @@ import httpx
 import torch
 import torch.multiprocessing  # teaches ForkingPickler to send tensors
 from s3r_sglang.rl_integration.process_group import init_process_group, share_memory_like_servers
-from s3r_sglang.rl_integration.urls import base_urls
+from s3r_sglang.rl_integration.urls import LIMITS, base_urls
 
 from s3r_sglang.server.protocol import SESSION_HEADER
 
@@ -54,7 +54,7 @@ class WeightSender:
         self.urls = base_urls(urls)
         self.bucket_bytes = bucket_bytes
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, timeout=timeout
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, timeout=timeout, limits=LIMITS
         )
 
     def close(self) -> None:

@@ -18,17 +18,30 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def answering():
-    """Factory: base URL of an HTTP server that answers everything with one status, after `seconds[method]`."""
+    """Factory: base URL of an HTTP server that answers everything with one status, after `seconds[method]`.
+
+    A second request on a connection meets what one does that is sent while the server closes an idle connection.
+    """
     servers = []
+    body = b'{"session": "s", "success": true}'
 
     def start(status, **seconds):
         class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            served = False
+
             def do_GET(self):
+                if self.served:
+                    self.close_connection = True
+                    return
+                self.served = True
                 time.sleep(seconds.get(self.command, 0))
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.send_response(status)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                self.wfile.write(body)
 
             do_POST = do_GET  # noqa: N815
 
@@ -122,6 +135,20 @@ def test_a_watch_that_another_group_started_meanwhile_is_not_mistaken_for_ones_o
             await watched.close()
 
     assert asyncio.run(status(answering(200, GET=0.3, POST=1))) == (200, None)
+
+
+def test_no_request_uses_a_connection_that_the_server_may_be_closing(answering):
+    url = answering(200)
+    WeightSender(url).send_path("folder", "step-1")
+
+    async def rollouts():
+        watched = replicas.Replicas(url, None, recover_seconds=1, silent_seconds=60)
+        try:
+            return [(await watched.post(replica, "{}")).status_code for replica in watched for _ in "abc"]
+        finally:
+            await watched.close()
+
+    assert asyncio.run(rollouts()) == [200] * 3
 
 
 def test_waiting_is_logged_at_once_and_then_now_and_again(monkeypatch, caplog):

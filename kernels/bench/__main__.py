@@ -1,4 +1,4 @@
-"""All kernel benches, as tables: python -m s3r_sglang.kernels.bench --out FOLDER (about two minutes)."""
+"""All kernel benches, as tables: python -m s3r_sglang.kernels.bench --out FOLDER (about three minutes)."""
 
 import argparse
 import json

@@ -17,6 +17,7 @@ from s3r_sglang.kernels.reference.target_probs import target_probs as reference
 OP = "target_probs"
 VOCAB = 151_936  # Qwen3
 TOP_K_ALL = 1 << 30
+ROTATION = 8  # 17 MB and more of inputs and results, even of 7 rows
 LIMITS = {"top-p": (TOP_K_ALL, 0.95, 0.0), "top-k top-p": (20, 0.95, 0.0), "min-p": (TOP_K_ALL, 1.0, 0.05)}
 DEFAULTS = {name: getattr(ops, name) for name in ("BLOCK", "NUM_WARPS", "PIVOTS", "PLACES", "STAGES")}
 SWEEP = [
@@ -43,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    logits: torch.Tensor  # [requests * rows a request, V] bfloat16
+    logits: torch.Tensor  # [ROTATION, requests * rows a request, V] bfloat16
     temperatures: torch.Tensor
 
 
@@ -55,7 +56,7 @@ def make_inputs(shape: Shape) -> Inputs:
     rows = shape.requests * shape.rows_per_request
     logits = 3 * torch.randn(rows, VOCAB, device="cuda", dtype=torch.bfloat16)
     logits[:, torch.randperm(VOCAB, device="cuda")[:300]] += 12
-    return Inputs(logits, torch.ones(shape.requests, device="cuda"))
+    return Inputs(logits.repeat(ROTATION, 1, 1), torch.ones(shape.requests, device="cuda"))
 
 
 def renormalise(library: str, logits: torch.Tensor, top_k: int, top_ps: torch.Tensor) -> torch.Tensor:
@@ -77,30 +78,30 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
     library = variant.removeprefix(limits).strip()
     top_k, top_p, min_p = LIMITS[limits]
     ones = inputs.temperatures
-    arguments = (inputs.logits, ones, (0 * ones).int() + top_k, top_p * ones, min_p * ones)
-    out = torch.empty(inputs.logits.shape, device="cuda")
-    repeat = len(inputs.logits) // len(ones)
+    arguments = (ones, (0 * ones).int() + top_k, top_p * ones, min_p * ones)
+    out = torch.empty(inputs.logits.shape[1:], device="cuda")
+    repeat = len(out) // len(ones)
 
-    def call():
+    def call(turn: int):
         if library in OTHERS[1:]:
-            renormalise(library, inputs.logits, top_k, arguments[3].repeat_interleave(repeat))
+            renormalise(library, inputs.logits[turn], top_k, arguments[2].repeat_interleave(repeat))
         elif library == "sort":
-            reference(*arguments, out)
+            reference(inputs.logits[turn], *arguments, out)
         else:
             for name, value in (DEFAULTS | tiles).items():
                 setattr(ops, name, value)
-            ops.target_probs(*arguments, out)
+            ops.target_probs(inputs.logits[turn], *arguments, out)
 
     def check():
-        call()
+        call(0)
         if library in OTHERS[1:]:
             return
-        want = reference(*arguments, torch.empty_like(out))
+        want = reference(inputs.logits[0], *arguments, torch.empty_like(out))
         # Masses are summed in another order: where one meets top_p, a token more or less may be kept.
         assert (out - want).abs().sum(-1).max() < 1e-3, "probabilities differ"
 
-    traffic = inputs.logits.nbytes + out.nbytes
-    return _harness.Case([call], traffic, check)
+    traffic = inputs.logits[0].nbytes + out.nbytes
+    return _harness.Case([lambda turn=turn: call(turn) for turn in range(ROTATION)], traffic, check)
 
 
 BENCH = _harness.Bench(

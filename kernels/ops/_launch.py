@@ -43,6 +43,15 @@ def even_splits(device: torch.device, pairs: int, programs_per_sm: int, max_spli
 
 
 @functools.lru_cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one in front of it has ended (programmatic dependent launch).
+
+    It then waits for that one's results itself, by `gdc_wait`. From Hopper on.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program can have; plenty under the interpreter."""
     if device.type != "cuda":

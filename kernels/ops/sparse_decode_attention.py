@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from s3r_sglang.kernels.ops import _checks, _launch
+from triton.language.extra.cuda import gdc
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -58,6 +59,9 @@ def sparse_decode_attention(
         RuntimeError: the tensors are on the CPU and Triton's interpreter is off.
 
     Safe in a CUDA graph once it has run eagerly on the device: the grid depends on shapes only.
+
+    From Hopper on it starts while the kernel in front of it ends, and looks its rows up meanwhile: that kernel may
+    write q, new_k, new_v and the caches, but not the request table, the lengths or the index.
     """
     out = torch.empty_like(q) if out is None else out
     batch_size, num_heads = q.shape[:2]
@@ -104,6 +108,7 @@ def _launch_kernel(
     if num_warps is None:
         # One warp needs no barriers; larger rows would spill.
         num_warps = 1 if head_dim * q.element_size() <= 256 else 4
+    early = _launch.starts_early(q.device)
     partial_out = partial_lse = arrivals = None
     if num_splits > 1:
         partial_out = q.new_empty((pairs, num_splits, group, head_dim), dtype=torch.float32)
@@ -122,9 +127,10 @@ def _launch_kernel(
         K_ROW=k_cache.stride(0), V_ROW=v_cache.stride(0),
         GROUP=group, BLOCK_G=_launch.block_of(group), HEAD_DIM=head_dim, BLOCK_D=_launch.block_of(head_dim),
         BLOCK_N=block_n, IS_SPLIT=num_splits > 1, BLOCK_SPLITS=MAX_SPLITS,
-        DOT_PRECISION=_launch.dot_precision(q.dtype), LN_2=LN_2,
+        DOT_PRECISION=_launch.dot_precision(q.dtype), LN_2=LN_2, EARLY=early,
         # Left to itself ptxas stops at 168 registers of a one-warp program and loads operands one product ahead.
         num_warps=num_warps, num_stages=num_stages, maxnreg=255 if num_warps == 1 else None,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -168,7 +174,7 @@ def _sparse_decode_kernel(
     K_ROW: tl.constexpr, V_ROW: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    DOT_PRECISION: tl.constexpr, LN_2: tl.constexpr,
+    DOT_PRECISION: tl.constexpr, LN_2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     kv_head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(1)
@@ -202,6 +208,9 @@ def _sparse_decode_kernel(
     rows = _pool_rows(token_rows, entries, begin + lane, end, selected_count, tail, spare)
     next_rows = _pool_rows(token_rows, next_entries, begin + BLOCK_N + lane, end, selected_count, tail, spare)
     entries = _index_entries(selected, begin + 2 * BLOCK_N + lane, width)
+    if EARLY:
+        # 64 x 8K on an H200: 32.0 us without, 31.6 with, 30.8 where the next kernel starts early too.
+        gdc.gdc_wait()
 
     heads = kv_head * GROUP + group
     q_mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -245,6 +254,9 @@ def _sparse_decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
         running_max = new_max
 
+    if EARLY and not IS_SPLIT:
+        # Only now: programs that wait would take the places of this launch's own. Splits have yet to be merged.
+        gdc.gdc_launch_dependents()
     if new_k is not None:
         logit = tl.sum(q_tile.to(tl.float32) * k_newest.to(tl.float32)[None, :], axis=1) * scale_log2
         logit = tl.where(is_first, logit, float("-inf"))

@@ -155,6 +155,33 @@ def test_a_graph_follows_new_lengths_and_indices(num_splits, capture, make_batch
         torch.testing.assert_close(out.double(), expected(batch, *source)[0], **tolerance(torch.bfloat16))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_waits_for_the_kernel_in_front(num_splits, capture, make_batch, monkeypatch):
+    """A launch starts before the one in front of it has ended; here it needs that one's last result as its q."""
+    monkeypatch.setattr(op_module._launch, "num_splits", lambda *args, **kwargs: num_splits)
+    batch = make_batch([700 - 40 * b for b in range(16)], 1, 8, 4, 128, torch.bfloat16)
+    index = make_index(batch, num_selected=[60] * 16, tail_start=[99] * 16)
+    outs = torch.full((9, *batch.q[:, 0].shape), torch.nan, dtype=torch.bfloat16, device=batch.q.device)
+    outs[0] = batch.q[:, 0]
+
+    def launch(i: int):
+        op_module.sparse_decode_attention(
+            outs[i], batch.k_cache, batch.v_cache, batch.req_to_token, batch.req_pool_indices,
+            batch.seq_lens, *index, 1.0, out=outs[i + 1],
+        )  # fmt: skip
+
+    for i in range(8):
+        launch(i)
+        torch.cuda.synchronize()
+    want = outs.clone()
+    replay = capture(lambda: [launch(i) for i in range(8)])
+    for _ in range(20):
+        outs[1:] = torch.nan
+        replay()
+        assert torch.equal(outs, want)
+
+
 def test_int32_lengths_and_strided_queries(make_batch, tolerance):
     batch = make_batch([33, 18], num_queries=2)
     index = make_index(batch, num_selected=[9, 0], tail_start=[30, 0])

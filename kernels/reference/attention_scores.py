@@ -1,7 +1,8 @@
-"""Refresh scores in plain PyTorch: mean dense attention weight of each position, request by request."""
+"""Refresh scores in plain PyTorch: mean dense attention weight of each position."""
 
 import torch
 from s3r_sglang.kernels.reference._checks import check_shapes
+from s3r_sglang.kernels.reference.batching import parts
 
 
 def attention_scores(
@@ -21,28 +22,21 @@ def attention_scores(
     `lse` would only save work, so it is not read here.
     """
     check_shapes("attention_scores", q, seq_lens, k_cache)
-    num_kv_heads = k_cache.shape[1]
-    batch = zip(
-        req_pool_indices.tolist(),
-        seq_lens.tolist(),
-        num_queries.tolist(),
-        num_candidates.tolist(),
-        strict=True,
-    )
-    for b, (slot, seq_len, valid, candidates) in enumerate(batch):
-        if candidates == 0:
-            continue
-        if valid == 0:
-            out[b, :, :candidates] = 0
-            continue
-        k = k_cache[req_to_token[slot, :seq_len].long()].float()  # [seq_len, Hkv, D]
-        queries = q[b, -valid:].unflatten(1, (num_kv_heads, -1)).float()  # [valid, Hkv, G, D]
-        # [Hkv, valid * G, seq_len]: the heads as the batch keeps this one matmul per KV head.
-        logits = queries.permute(1, 0, 2, 3).flatten(1, 2) @ k.permute(1, 2, 0) * scale
-        logits = logits.unflatten(1, (valid, -1))
-        # Only the last `valid - 1` positions are hidden from any query.
-        newest = logits[..., seq_len - valid :]
-        unseen = torch.ones(valid, valid, dtype=torch.bool, device=q.device).triu(1)
-        newest.masked_fill_(unseen[:, None, :], -torch.inf)
-        out[b, :, :candidates] = logits.softmax(dim=-1).mean(dim=(1, 2))[:, :candidates]
+    grouped_q = q.unflatten(2, (k_cache.shape[1], -1)).float().permute(0, 2, 1, 3, 4)  # [B, Hkv, Q, G, D]
+    num_rows, group = grouped_q.shape[2:4]
+    for part in parts(torch.where(num_candidates > 0, seq_lens, 0)):
+        lengths = seq_lens[part, None]
+        place = torch.arange(int(lengths.max()), device=q.device)
+        # Padding reads the request's last row once more, and no query sees it.
+        rows = req_to_token[req_pool_indices[part, None], place.minimum(lengths - 1)].long()
+        k = k_cache[rows].float().permute(0, 2, 3, 1)  # [b, Hkv, D, n]
+        logits = grouped_q[part].flatten(2, 3) @ k * scale
+        query = torch.arange(num_rows, device=q.device)
+        unseen = place > (lengths - num_rows + query)[..., None]  # [b, Q, n]
+        is_counted = query >= num_rows - num_queries[part, None]
+        logits = logits.unflatten(2, (num_rows, group)).masked_fill_(unseen[:, None, :, None], -torch.inf)
+        weights = torch.where(is_counted[:, None, :, None, None], logits.softmax(dim=-1), 0)
+        scores = weights.sum(dim=(2, 3)) / (num_queries[part] * group).clamp(min=1)[:, None, None]
+        is_candidate = (place < num_candidates[part, None])[:, None]
+        out[part, :, : len(place)] = torch.where(is_candidate, scores, out[part, :, : len(place)])
     return out

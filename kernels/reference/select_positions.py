@@ -1,6 +1,7 @@
 """Index selection in plain PyTorch: the highest-scored positions per request and KV head."""
 
 import torch
+from s3r_sglang.kernels.reference.batching import parts
 
 
 def select_positions(
@@ -15,15 +16,21 @@ def select_positions(
     Raises:
         ValueError: `num_select[b]` is negative or exceeds `num_candidates[b]` or the width of `positions`.
     """
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    batch = zip(req_pool_indices.tolist(), num_candidates.tolist(), num_select.tolist(), strict=True)
-    for b, (slot, candidates, count) in enumerate(batch):
-        if not 0 <= count <= min(candidates, positions.shape[2]):
-            raise ValueError(
-                f"num_select[{b}] = {count} must be between 0 and the smaller of num_candidates[{b}] = "
-                f"{candidates} and the width of positions, {positions.shape[2]}"
-            )
+    most = num_candidates.clamp(max=positions.shape[2])
+    for b in ((num_select < 0) | (num_select > most)).nonzero()[:1].flatten().tolist():
+        raise ValueError(
+            f"num_select[{b}] = {int(num_select[b])} must be between 0 and the smaller of num_candidates[{b}] = "
+            f"{int(num_candidates[b])} and the width of positions, {positions.shape[2]}"
+        )
+    for part in parts(torch.where(num_select > 0, num_candidates, 0)):
+        slots, counts = req_pool_indices[part], num_select[part, None, None]
+        place = torch.arange(int(num_candidates[part].max()), device=scores.device)
+        known = scores[part, :, : len(place)]
+        is_candidate = place < num_candidates[part, None, None]
+        known = known.masked_fill(known.isnan() | ~is_candidate, -torch.inf)
         # A stable descending sort keeps equal scores in order of position: the lower position wins.
-        order = scores[b, :, :candidates].sort(dim=-1, descending=True, stable=True).indices
-        chosen = order[:, :count].sort(dim=-1).values
-        positions[slot, :, :count] = chosen.to(positions.dtype)
+        order = known.sort(dim=-1, descending=True, stable=True).indices[..., : int(counts.max())]
+        is_chosen = place[: order.shape[2]] < counts
+        chosen = torch.where(is_chosen, order, len(place)).sort(dim=-1).values
+        kept = positions[slots, :, : order.shape[2]]
+        positions[slots, :, : order.shape[2]] = torch.where(is_chosen, chosen.to(positions.dtype), kept)

@@ -1,7 +1,8 @@
-"""Sparse decode attention in plain PyTorch: the draft's attention over index and tail, request by request."""
+"""Sparse decode attention in plain PyTorch: the draft's attention over index and tail."""
 
 import torch
 from s3r_sglang.kernels.reference._checks import check_shapes
+from s3r_sglang.kernels.reference.batching import parts
 
 
 def sparse_decode_attention(
@@ -26,26 +27,30 @@ def sparse_decode_attention(
     """
     check_shapes("sparse_decode_attention", q, seq_lens, k_cache, v_cache, new_k=new_k, new_v=new_v)
     out = torch.empty_like(q) if out is None else out
-    num_kv_heads = k_cache.shape[1]
-    heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-    for b, (slot, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-        if seq_len == 0:
-            out[b] = 0
-            if lse is not None:
-                lse[b] = -torch.inf
-            continue
-        token_rows = req_to_token[slot]
-        if new_k is not None and new_v is not None:
-            newest = token_rows[seq_len - 1].long()
-            k_cache[newest], v_cache[newest] = new_k[b], new_v[b]
-        selected = token_rows[positions[slot, :, : int(num_selected[slot])].long()].long()
-        tail = token_rows[int(tail_start[slot]) : seq_len].long()
-        rows = torch.cat([selected, tail.expand(num_kv_heads, -1)], dim=1)  # [Hkv, n]
-        k = k_cache[rows, heads].float()  # [Hkv, n, D]
-        v = v_cache[rows, heads].float()
-        grouped_q = q[b].reshape(num_kv_heads, -1, q.shape[-1]).float()  # [Hkv, G, D]
-        logits = grouped_q @ k.transpose(1, 2) * scale
-        out[b] = (logits.softmax(dim=-1) @ v).reshape(q.shape[1:]).to(out.dtype)
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    if new_k is not None and new_v is not None:
+        live = seq_lens > 0
+        newest = req_to_token[req_pool_indices[live], seq_lens[live] - 1].long()
+        k_cache[newest], v_cache[newest] = new_k[live], new_v[live]
+    grouped_q = q.unflatten(1, (k_cache.shape[1], -1)).float()  # [B, Hkv, G, D]
+    heads = torch.arange(k_cache.shape[1], device=q.device)[:, None]
+    attended = num_selected[req_pool_indices] + seq_lens - tail_start[req_pool_indices]
+    for part in parts(torch.where(seq_lens > 0, attended, 0)):
+        slots = req_pool_indices[part]
+        place = torch.arange(int(attended[part].max()), device=q.device)
+        # Places of a request: its selected positions, its tail, and for padding the first of these once more.
+        selected = positions[slots][:, :, place.clamp(max=positions.shape[2] - 1)]  # [b, Hkv, n]
+        tail = (tail_start - num_selected)[slots, None, None] + place
+        position = torch.where(place < num_selected[slots, None, None], selected, tail)
+        is_padding = (place >= attended[part, None])[:, None]  # [b, 1, n]
+        position = torch.where(is_padding, position[:, :, :1], position)
+        rows = req_to_token[slots[:, None, None], position].long()
+        logits = grouped_q[part] @ k_cache[rows, heads].float().transpose(2, 3) * scale  # [b, Hkv, G, n]
+        logits.masked_fill_(is_padding[:, :, None], -torch.inf)
+        weighted = logits.softmax(dim=-1) @ v_cache[rows, heads].float()
+        out[part] = weighted.flatten(1, 2).to(out.dtype)
         if lse is not None:
-            lse[b] = logits.logsumexp(dim=-1).reshape(-1)
+            lse[part] = logits.logsumexp(dim=-1).flatten(1)
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from s3r_sglang.kernels.reference.batching import MAX_POSITIONS
 from s3r_sglang.sglang_symbols import ForwardBatch, TorchNativeAttnBackend
 
 
@@ -46,23 +47,26 @@ class CPUAttention(TorchNativeAttnBackend):
         enable_gqa: bool = False,
         **kwargs,
     ) -> torch.Tensor:
-        end = 0
-        rows = zip(
-            req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
-        )
-        for slot, prefix, length in rows:
-            begin, end = end, end + length
-            cache = req_to_token[slot, : prefix + length]
+        ends = extend_seq_lens.cumsum(0)
+        kinds, kind_of = torch.stack([extend_prefix_lens, extend_seq_lens]).unique(dim=1, return_inverse=True)
+        for kind, (prefix, length) in enumerate(kinds.t().tolist()):
+            if not length:
+                continue
+            # Requests of like shape side by side, a few thousand positions at a time.
+            alike = (kind_of == kind).nonzero().flatten().split(max(1, MAX_POSITIONS // (prefix + length)))
             queries = torch.arange(prefix, prefix + length)[:, None]
             seen = torch.arange(prefix + length) <= queries if prefix else None
-            attended = scaled_dot_product_attention(
-                query[begin:end].movedim(0, 1)[None],
-                k_cache[cache].movedim(0, 1)[None].to(query.dtype),
-                v_cache[cache].movedim(0, 1)[None].to(query.dtype),
-                attn_mask=seen,
-                is_causal=seen is None,
-                scale=scaling,
-                enable_gqa=enable_gqa,
-            )
-            output[begin:end] = attended[0].movedim(1, 0)
+            for requests in alike:
+                tokens = (ends[requests] - length)[:, None] + torch.arange(length)
+                cache = req_to_token[req_pool_indices[requests], : prefix + length]
+                attended = scaled_dot_product_attention(
+                    query[tokens].transpose(1, 2),
+                    k_cache[cache].transpose(1, 2).to(query.dtype),
+                    v_cache[cache].transpose(1, 2).to(query.dtype),
+                    attn_mask=seen,
+                    is_causal=seen is None,
+                    scale=scaling,
+                    enable_gqa=enable_gqa,
+                )
+                output[tokens] = attended.transpose(1, 2)
         return output

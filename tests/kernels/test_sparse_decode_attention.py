@@ -163,7 +163,7 @@ def _late_copy(source, target, size, LOADS: tl.constexpr, BLOCK: tl.constexpr):
     """Lets the next kernel start at once, and writes when LOADS loads have come in one after the other."""
     gdc.gdc_launch_dependents()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + place, mask=place < size)
+    value = tl.load(source + place, mask=place < size).to(tl.float32)
     for _ in range(LOADS):
         value = tl.maximum(value, tl.load(source + place, mask=place < size, volatile=True))
     tl.store(target + place, value, mask=place < size)

@@ -25,7 +25,9 @@ logging.raiseExceptions = False
 
 
 # What takes longest comes first, so that no worker is left alone with it at the end.
-FIRST = ["tests/rl", "tests/e2e/test_real_model.py", "tests/e2e"]
+FIRST = ["tests/rl/test_openrlhf.py", "tests/rl", "tests/e2e/test_real_model.py", "tests/e2e"]
+# Files of rl/ that end the servers that they start.
+OWN_SERVERS = {f"tests/rl/test_{name}.py" for name in ("openrlhf", "smollm2", "grpo_example")}
 
 
 def pytest_collection_modifyitems(items):
@@ -38,7 +40,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Side by side, a file stays with one worker, and all of rl/ with one: its files share servers.
+    """Side by side, a file stays with one worker, and most of rl/ with one: its files share servers.
 
     Between two of its files no engine may run in that process: SGLang's shutdown of one ends all children of the
     process, the servers among them. Not by the mark `xdist_group`: xdist 3.8 does not see it under pytest 9.2.
@@ -48,7 +50,8 @@ def pytest_xdist_make_scheduler(config, log):
     class FilesThatShareServers(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = nodeid.split("::")[0]
-            return "tests/rl" if path.startswith("tests/rl/") else path
+            shares = path.startswith("tests/rl/") and path not in OWN_SERVERS
+            return "tests/rl" if shares else path
 
     config.option.loadscopereorder = False  # by number of tests
     return FilesThatShareServers(config, log)

@@ -29,14 +29,22 @@ GPU_ARGS = {
 @contextlib.contextmanager
 def run_engine(model_path, **kwargs):
     """An `sgl.Engine` on this machine's device, shut down at the end."""
-    import sglang as sgl
+    from sglang.srt.entrypoints.engine import Engine
+
+    class TokenEngine(Engine):
+        """Without the detokenizer process, to which tokens do not go: it would import SGLang and wait."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_):
+            return [], []
 
     device_args = GPU_ARGS if torch.cuda.is_available() else cpu.SERVER_ARGS
     defaults = {"mem_fraction_static": 0.3, "log_level": "warning", "port": free_port(), "dtype": "float32"}
     args = {**defaults, **device_args, **kwargs}
     # An idle scheduler would spin on one of the two cores of a CI machine.
     args.setdefault("sleep_on_idle", True)
-    engine = sgl.Engine(model_path=str(model_path), **args)
+    factory = TokenEngine if args.get("skip_tokenizer_init") else Engine
+    engine = factory(model_path=str(model_path), **args)
     try:
         yield engine
     finally:

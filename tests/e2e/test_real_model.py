@@ -15,6 +15,7 @@ COMMON = {
     "max_total_tokens": 24_000,
     "max_running_requests": 32,
     "random_seed": 1,
+    "skip_tokenizer_init": True,
 }
 S3R = {**COMMON, "speculative_algorithm": "SELF_SPARSE"}
 DRAFT_LENGTH = 6

@@ -243,7 +243,8 @@ def _telling_arguments(engine: Any) -> dict[str, Any]:
         "max_running_requests", "chunked_prefill_size", "disable_overlap_schedule", "disable_cuda_graph",
         "speculative_algorithm",
     )  # fmt: skip
-    return {name: getattr(engine.server_args, name) for name in names}
+    capacity = {"max_total_num_tokens": engine.get_server_info()["max_total_num_tokens"]}
+    return {name: getattr(engine.server_args, name) for name in names} | capacity
 
 
 def _stage_times(job: Job, rows: list[dict[str, Any]]) -> dict[Setting, StageTimes]:

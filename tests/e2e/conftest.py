@@ -24,6 +24,7 @@ GPU_ARGS = {
     # The same tests through other paths: S3R_TEST_GPU_ARGS='{"attention_backend": "flashinfer"}', say.
     **json.loads(os.environ.get("S3R_TEST_GPU_ARGS", "{}")),
 }
+GPU_DTYPE = getattr(torch, GPU_ARGS["dtype"])
 
 
 @contextlib.contextmanager
@@ -61,8 +62,8 @@ def make_tiny_llama(folder, vocab_size: int, seed: int = 0, **overrides):
                 gain = 2.5 if "q_proj" in name or "k_proj" in name else 1.0
                 weight.normal_(0.0, gain * weight.shape[1] ** -0.5)
         model.lm_head.weight.mul_(2.0)
-        if torch.cuda.is_available():  # the engine's weights, exactly: see GPU_ARGS
-            model.half().float()
+        if torch.cuda.is_available():  # the engine's weights, exactly
+            model.to(GPU_DTYPE).float()
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config["dtype"] = "float32"
@@ -85,7 +86,7 @@ def is_greedy(model, prompt: list[int], response: list[int]) -> bool:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(response)[:, None])[:, 0]
-    slack = 0.03 if torch.cuda.is_available() else 1e-4
+    slack = 32 * torch.finfo(GPU_DTYPE).eps if torch.cuda.is_available() else 1e-4
     return bool((logits.amax(1) - chosen <= slack).all())
 
 

@@ -135,7 +135,7 @@ def test_queries_at_negative_positions_get_zero(attend, make_batch, tolerance):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_graph_follows_new_lengths(num_splits, capture, make_batch, tolerance, monkeypatch):
-    monkeypatch.setattr(op_module._launch, "num_splits", lambda *args, **kwargs: num_splits)
+    monkeypatch.setattr(op_module._launch, "even_splits", lambda *args, **kwargs: num_splits)
     batch = make_batch([700, 90], 7, 2, 4, 128, torch.bfloat16)
     want_out, lse = expected(batch)
     lengths, estimate = batch.seq_lens.clone(), lse.float()

@@ -50,7 +50,7 @@ class SamplingParams:
         top_ps: [B] float32 in (0, 1]; 1 means off.
         min_ps: [B] float32 in [0, 1]; 0 means off.
         logit_bias: [B, V] float32 added to the logits before the temperature, or None.
-        any_greedy, all_greedy: whether any or all requests have top_k <= 1.
+        all_greedy: whether all requests have top_k <= 1.
         need_top_k, need_top_p, need_min_p: whether any request uses the filter.
         max_top_k: a bound on all top_ks, so that filters on a CPU rank that many tokens only; None means V.
     """
@@ -60,7 +60,6 @@ class SamplingParams:
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     logit_bias: torch.Tensor | None = None
-    any_greedy: bool = True
     all_greedy: bool = False
     need_top_k: bool = True
     need_top_p: bool = True
@@ -88,7 +87,6 @@ class SamplingParams:
             top_ps=info.top_ps,
             min_ps=info.min_ps,
             logit_bias=info.logit_bias,
-            any_greedy=info.is_any_greedy,
             all_greedy=info.is_all_greedy,
             need_top_k=need_top_k,
             need_top_p=info.need_top_p_sampling,

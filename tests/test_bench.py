@@ -204,6 +204,8 @@ def test_settings_are_parsed():
     for wrong in ("64", "0x5", "64x", "64*8", ""):
         with pytest.raises(LoadError, match="is not BATCHxCONTEXT"):
             load.parse_settings(wrong)
+    with pytest.raises(LoadError, match="64x8192 occurs twice"):
+        load.parse_settings("64x8K,32x8K,64x8192")
 
 
 def test_the_window_counts_a_full_batch_only():
@@ -287,7 +289,6 @@ def test_traffic_follows_from_the_shape(tmp_path):
     assert shape.weight_bytes == pytest.approx(2 * (8.1907e9 - 151936 * 4096), rel=1e-3)
     full = traffic.dense_step(shape, 64, 8192)
     assert full.kv == 64 * 8192 * 147456
-    assert full.terabytes_per_second(1000.0) == pytest.approx((full.kv + full.weights) / 1e12)
     sparse = traffic.draft_step(shape, S3RConfig(), 64, 8192)
     assert sparse.kv == 64 * (410 + 3) * 147456
     assert traffic.draft_step(shape, S3RConfig(), 1, 100).kv == 100 * 147456
@@ -531,3 +532,17 @@ def test_the_command_measures_two_real_engines(tmp_path):
         assert 0 < parts < 1.2 * row.stages.round_ms
     assert "IMPOSED ACCEPTANCE" in (tmp_path / "out" / "report.md").read_text()
     assert "IMPOSED ACCEPTANCE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--paper-table", "--sweep", "1x8K"], "--sweep"),
+        (["--paper-table", "--context", "8192"], "--context"),
+        (["--sweep", "1x8K", "--batch-size", "4"], "--batch-size"),
+    ],
+)
+def test_options_that_would_override_each_other_are_refused(words, option):
+    result = CliRunner().invoke(app, ["bench", "--model", "qwen3-8b", "--load-format", "dummy", *words])
+    assert result.exit_code == 2
+    assert f"leave out {option}" in " ".join(result.output.replace("│", " ").split())

@@ -156,7 +156,18 @@ def test_ctrl_c_in_a_rollout_keeps_the_groups_that_are_complete(tmp_path):
     files = ["--model", tmp_path / "model", "--prompts", tmp_path / "p.jsonl", "--out", out]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [*S3R, "rollout", *files, "--group-size", "2", "--concurrency", "2"],
+            # A shell starts what runs in its background deaf to Ctrl-C, these tests perhaps.
+            [
+                "env",
+                "--default-signal=INT",
+                *S3R,
+                "rollout",
+                *files,
+                "--group-size",
+                "2",
+                "--concurrency",
+                "2",
+            ],
             stdout=log,
             stderr=log,
             start_new_session=True,

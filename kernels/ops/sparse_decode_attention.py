@@ -60,8 +60,9 @@ def sparse_decode_attention(
 
     Safe in a CUDA graph once it has run eagerly on the device: the grid depends on shapes only.
 
-    From Hopper on it starts while the kernel in front of it ends, and looks its rows up meanwhile: that kernel may
-    write q, new_k, new_v and the caches, but not the request table, the lengths or the index.
+    From Hopper on it starts while the kernel in front of it ends, and looks its rows up meanwhile. Kernels in
+    front may write q, new_k, new_v and the caches; the request table, the lengths and the index must have been
+    written before the last kernel that itself started only when all before it had ended.
     """
     out = torch.empty_like(q) if out is None else out
     batch_size, num_heads = q.shape[:2]

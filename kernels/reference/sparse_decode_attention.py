@@ -27,17 +27,18 @@ def sparse_decode_attention(
     """
     check_shapes("sparse_decode_attention", q, seq_lens, k_cache, v_cache, new_k=new_k, new_v=new_v)
     out = torch.empty_like(q) if out is None else out
-    out.zero_()
-    if lse is not None:
-        lse.fill_(-torch.inf)
     if new_k is not None and new_v is not None:
         live = seq_lens > 0
         newest = req_to_token[req_pool_indices[live], seq_lens[live] - 1].long()
         k_cache[newest], v_cache[newest] = new_k[live], new_v[live]
     grouped_q = q.unflatten(1, (k_cache.shape[1], -1)).float()  # [B, Hkv, G, D]
     heads = torch.arange(k_cache.shape[1], device=q.device)[:, None]
-    attended = num_selected[req_pool_indices] + seq_lens - tail_start[req_pool_indices]
-    for part in parts(torch.where(seq_lens > 0, attended, 0)):
+    tail_length = (seq_lens - tail_start[req_pool_indices]).clamp(min=0)
+    attended = torch.where(seq_lens > 0, num_selected[req_pool_indices] + tail_length, 0)
+    out[attended == 0] = 0
+    if lse is not None:
+        lse[attended == 0] = -torch.inf
+    for part in parts(attended):
         slots = req_pool_indices[part]
         place = torch.arange(int(attended[part].max()), device=q.device)
         # Places of a request: its selected positions, its tail, and for padding the first of these once more.

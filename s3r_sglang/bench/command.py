@@ -48,11 +48,16 @@ def bench(
 ) -> None:
     """Measure decode throughput with S3R and without, in one go and otherwise alike.
 
+    The settings come from --batch-size and --context, or --sweep, or --paper-table.
     Further arguments (`--s3r-budget-ratio 0.1`, `--mem-fraction-static 0.8`, …) go to SGLang.
     Those for speculation go to the S3R engine only.
     """
     from s3r_sglang import cli
 
+    if paper_table:
+        _refuse_beside(ctx, "--paper-table", "sweep", "batch_size", "context")
+    if sweep is not None:
+        _refuse_beside(ctx, "--sweep", "batch_size", "context")
     cli.quiet()
     from s3r_sglang.bench import execute
 
@@ -72,6 +77,16 @@ def bench(
         profile=profile,
     )
     _execute(execute, options, ctx, backend)
+
+
+def _refuse_beside(ctx: typer.Context, option: str, *others: str) -> None:
+    """Raise BadParameter if the command line has one of `others`, which `option` would override."""
+    for name in others:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"{option} has settings of its own: leave out --{name.replace('_', '-')}"
+            )
 
 
 def bench_kv(

@@ -40,7 +40,10 @@ def parse_settings(text: str) -> list[Setting]:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(K?)", word.strip(), re.IGNORECASE)
         if match is None:
             raise LoadError(f"{word!r} is not BATCHxCONTEXT, such as 64x8192 or 64x8K")
-        found.append(Setting(int(match[1]), int(match[2]) * (1024 if match[3] else 1)))
+        setting = Setting(int(match[1]), int(match[2]) * (1024 if match[3] else 1))
+        if setting in found:
+            raise LoadError(f"{setting} occurs twice")
+        found.append(setting)
     return found
 
 

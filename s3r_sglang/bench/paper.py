@@ -28,6 +28,11 @@ class PaperStages:
         """(k T_q + T_V) / T_p: tokens per round above which S3R wins, stages run one after another."""
         return (self.six_draft_steps_ms + self.verify_ms) / (self.seven_ar_steps_ms / 7)
 
+    @property
+    def break_even_acceptance(self) -> float:
+        """The mean acceptance of a draft position that this takes."""
+        return (self.break_even_tau - 1) / DRAFT_LENGTH
+
 
 _K = 1024
 TABLES_6_AND_7 = (

@@ -47,6 +47,25 @@ def _stage_columns(report: Report) -> dict[str, Cell]:
     }
 
 
+def _paper_columns(report: Report) -> dict[str, Cell]:
+    """Tables 6 and 7 of the paper beside ours, in ms."""
+
+    def pair(ours: Callable[[SettingResult], float], name: str, digits: int = 2) -> Cell:
+        def text(row: SettingResult) -> str:
+            theirs = getattr(paper.stages_of(report.model["name"], row.batch_size, row.context), name)
+            return f"{ours(row):.{digits}f}, {theirs:.{digits}f}"
+
+        return text
+
+    return {
+        "B x S": lambda row: f"{row.batch_size} x {row.context}",
+        "7 T_p: ours, paper": pair(lambda row: 7 * row.t_p_ms, "seven_ar_steps_ms"),
+        "6 T_q": pair(lambda row: 6 * row.t_q_ms, "six_draft_steps_ms"),
+        "T_V": pair(lambda row: row.t_v_ms, "verify_ms"),
+        "break-even acceptance": pair(lambda row: row.break_even_acceptance, "break_even_acceptance", 3),
+    }
+
+
 def _traffic_columns() -> dict[str, Cell]:
     def cell(name: str) -> Cell:
         def text(row: SettingResult) -> str:
@@ -110,6 +129,9 @@ def _sections(report: Report) -> dict[str, tuple[dict[str, Cell], list[SettingRe
         "Stages (ms)": (_stage_columns(report), rows),
         "Bytes read per step (weights + KV, predicted), and the rate achieved": (_traffic_columns(), rows),
     }
+    known = [row for row in rows if paper.stages_of(report.model["name"], row.batch_size, row.context)]
+    if known := [row for row in known if row.draft_length == paper.DRAFT_LENGTH]:
+        sections["Stage costs beside the paper's (ms)"] = (_paper_columns(report), known)
     if traced := [row for row in rows if row.kernels]:
         sections["Kernels of a traced run (ms)"] = (_kernel_columns(report), traced)
     return sections

@@ -70,14 +70,6 @@ class StepBytes:
     weights: int
     kv: int
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.kv
-
-    def terabytes_per_second(self, milliseconds: float) -> float:
-        """Achieved rate, if the step took this long."""
-        return self.total / milliseconds / 1e9
-
 
 def dense_step(shape: ModelShape, batch_size: int, context: float) -> StepBytes:
     """An autoregressive step, or a verify step: KV is read once for all its queries."""

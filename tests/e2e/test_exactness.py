@@ -88,20 +88,43 @@ def p_value(responses: np.ndarray, law: np.ndarray) -> float:
     return chisquare(counts[cells], expected[cells]).pvalue
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 1.0},
-        {"temperature": 1.0, "top_p": 0.7},
-        {"temperature": 0.7, "top_k": 3, "min_p": 0.1},
-    ],
-    ids=["temperature", "top-p", "top-k-min-p"],
-)
+KINDS = {
+    "temperature": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.7},
+    "top-k-min-p": {"temperature": 0.7, "top_k": 3, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 def test_law_equals_enumeration(starved, tiny_llama, sampling):
     law = enumerated_law(tiny_llama[1], PROMPT, **sampling)
     responses, acceptance = sample(starved, [PROMPT] * SAMPLES, [sampling] * SAMPLES)
     assert acceptance < 0.9, "the draft is not starved: this test would see little"
     assert p_value(responses, law) > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="in float32 the enumeration above sees more")
+def test_law_is_that_of_the_engine_without_speculation(current_engine, tiny_llama):
+    """For engines in bfloat16: the tests above see its rounding in SGLang's own decoding too.
+
+    Through fa3 that had p = 3e-4, 4e-7 and 8e-5 against the enumeration (H200), with S3R and without alike.
+    """
+    plain = {name: value for name, value in STARVED.items() if not name.startswith(("s3r", "speculative"))}
+
+    def counts(arguments):
+        engine = current_engine(tiny_llama[0], **arguments)
+        for sampling in KINDS.values():
+            params = {"max_new_tokens": LENGTH, "ignore_eos": True, **sampling}
+            outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=[params] * SAMPLES)
+            tokens = np.array([output["output_ids"] for output in outputs])
+            yield np.bincount(tokens @ VOCAB ** np.arange(LENGTH)[::-1], minlength=VOCAB**LENGTH)
+
+    for kind, want, got in zip(KINDS, list(counts(plain)), list(counts(STARVED)), strict=True):
+        table = np.array([want, got])
+        frequent = table.sum(0) >= 10
+        rare = table[:, ~frequent].sum(1, keepdims=True)
+        table = np.hstack([table[:, frequent], rare])
+        assert chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-4, kind
 
 
 def test_law_holds_for_mixed_parameters_in_one_batch(starved, tiny_llama):

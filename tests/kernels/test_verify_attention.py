@@ -55,7 +55,7 @@ def test_scores_of_the_exact_lse_are_attention_scores(attend, make_batch, tolera
     want = torch.full_like(scores, UNTOUCHED)
     scores_module.attention_scores(
         batch.q, batch.k_cache, batch.req_to_token, batch.req_pool_indices, batch.seq_lens,
-        torch.tensor([7, 7]), candidates, batch.scale, want,
+        torch.tensor([7, 7], device=lse.device), candidates, batch.scale, want,
     )  # fmt: skip
     torch.testing.assert_close(scores, want, **tolerance(torch.float32))
     torch.testing.assert_close(out.double(), want_out, **tolerance(torch.float32))

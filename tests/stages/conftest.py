@@ -146,4 +146,6 @@ class Layers:
 @pytest.fixture
 def layers_of():
     """The class `Layers`; test modules cannot import it from here."""
+    if torch.cuda.is_available():
+        pytest.skip("pools on the CPU: beside a GPU, SGLang stores to pools on it only")
     return Layers

@@ -47,7 +47,6 @@ def make_params(batch_size, device="cpu", temperature=1.0, top_k=TOP_K_ALL, top_
         top_ks=top_ks,
         top_ps=top_ps,
         min_ps=min_ps,
-        any_greedy=bool((top_ks <= 1).any()),
         all_greedy=bool((top_ks <= 1).all()),
         need_top_k=bool((top_ks != TOP_K_ALL).any()),
         need_top_p=bool((top_ps != 1).any()),

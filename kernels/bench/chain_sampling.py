@@ -109,11 +109,12 @@ def make_case(inputs: Inputs, variant: str, tiles: dict[str, Any]) -> _harness.C
         "verify plain": (lambda turn: inputs.plain_verify(turn), verify_bytes, lambda: None),
     }[variant]
 
-    def call(turn: int):
+    def with_tiles(function, *args):
         ops._TILES = ops._Tiles(**tiles)
-        calls(turn)
+        function(*args)
 
-    return _harness.Case([lambda turn=turn: call(turn) for turn in range(ROTATION)], traffic, check)
+    timed = [lambda turn=turn: with_tiles(calls, turn) for turn in range(ROTATION)]
+    return _harness.Case(timed, traffic, lambda: with_tiles(check))
 
 
 def check_tokens(got: torch.Tensor, want: torch.Tensor) -> None:

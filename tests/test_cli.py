@@ -153,21 +153,12 @@ def test_ctrl_c_in_a_rollout_keeps_the_groups_that_are_complete(tmp_path):
     prompts = [{"id": i, "token_ids": [5, 6, 7], "max_new_tokens": 4 if i < 3 else 240} for i in range(99)]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     out = tmp_path / "o.jsonl"
-    files = ["--model", tmp_path / "model", "--prompts", tmp_path / "p.jsonl", "--out", out]
+    words = ["--model", tmp_path / "model", "--prompts", tmp_path / "p.jsonl", "--out", out]
+    words += ["--group-size", "2", "--concurrency", "2"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             # A shell starts what runs in its background deaf to Ctrl-C, these tests perhaps.
-            [
-                "env",
-                "--default-signal=INT",
-                *S3R,
-                "rollout",
-                *files,
-                "--group-size",
-                "2",
-                "--concurrency",
-                "2",
-            ],
+            ["env", "--default-signal=INT", *S3R, "rollout", *words],
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -178,10 +178,11 @@ def probed_engine(argv: list[str], speculative: bool, config: ProbeConfig) -> It
 
 
 def _measure(job: Job, engine: Any, title: str, stream_interval: int, progress: Progress) -> EngineRun:
-    _check_capacity(job, engine)
+    capacity = engine.get_server_info()["max_total_num_tokens"]
+    _check_capacity(job, engine, capacity)
     prompt_length, response_length = job.check_lengths
     progress(f"{title}: greedy responses")
-    found = EngineRun({}, {}, [], _telling_arguments(engine))
+    found = EngineRun({}, {}, [], _telling_arguments(engine, capacity))
     prompts = job.prompts_of(Setting(CHECK_RESPONSES, prompt_length))
     found.greedy = check.greedy(engine, prompts, response_length)
     for setting in job.settings:
@@ -225,8 +226,7 @@ def _trace(job: Job, engine: Any, title: str, num_layers: int, progress: Progres
     return found
 
 
-def _check_capacity(job: Job, engine: Any) -> None:
-    capacity = engine.get_server_info()["max_total_num_tokens"]
+def _check_capacity(job: Job, engine: Any, capacity: int) -> None:
     draft_length = engine.server_args.speculative_num_steps or 0
     for setting in job.settings:
         per_request = setting.context + job.new_tokens + BLOCKS_AHEAD * (draft_length + 1)
@@ -237,14 +237,14 @@ def _check_capacity(job: Job, engine: Any) -> None:
             )
 
 
-def _telling_arguments(engine: Any) -> dict[str, Any]:
+def _telling_arguments(engine: Any, capacity: int) -> dict[str, Any]:
     names = (
         "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "tp_size", "mem_fraction_static",
         "max_running_requests", "chunked_prefill_size", "disable_overlap_schedule", "disable_cuda_graph",
         "speculative_algorithm",
     )  # fmt: skip
-    capacity = {"max_total_num_tokens": engine.get_server_info()["max_total_num_tokens"]}
-    return {name: getattr(engine.server_args, name) for name in names} | capacity
+    arguments = {name: getattr(engine.server_args, name) for name in names}
+    return {**arguments, "max_total_num_tokens": capacity}
 
 
 def _stage_times(job: Job, rows: list[dict[str, Any]]) -> dict[Setting, StageTimes]:

@@ -68,12 +68,18 @@ def sample(engine, prompts: list[list[int]], sampling: list[dict]) -> tuple[np.n
     """Response numbers in lexicographic order, and the accepted share of the drafts."""
     params = [{"max_new_tokens": LENGTH, "ignore_eos": True, **each} for each in sampling]
     outputs = engine.generate(input_ids=prompts, sampling_params=params)
-    tokens = np.array([output["output_ids"] for output in outputs])
-    assert tokens.shape == (len(prompts), LENGTH)
+    assert len(outputs) == len(prompts)
     metas = [output["meta_info"] for output in outputs]
     accepted = sum(meta["spec_num_correct_drafts"] for meta in metas)
     drafted = sum(meta["spec_num_proposed_drafts"] for meta in metas)
-    return tokens @ VOCAB ** np.arange(LENGTH)[::-1], accepted / drafted
+    return numbers_of(outputs), accepted / drafted
+
+
+def numbers_of(outputs) -> np.ndarray:
+    """Which of the VOCAB ** LENGTH responses each output is, in lexicographic order."""
+    tokens = np.array([output["output_ids"] for output in outputs])
+    assert tokens.shape == (len(outputs), LENGTH)
+    return tokens @ VOCAB ** np.arange(LENGTH)[::-1]
 
 
 def p_value(responses: np.ndarray, law: np.ndarray) -> float:
@@ -117,8 +123,7 @@ def test_law_is_that_of_the_engine_without_speculation(current_engine, tiny_llam
         for sampling in KINDS.values():
             params = {"max_new_tokens": LENGTH, "ignore_eos": True, **sampling}
             outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=[params] * SAMPLES)
-            tokens = np.array([output["output_ids"] for output in outputs])
-            yield np.bincount(tokens @ VOCAB ** np.arange(LENGTH)[::-1], minlength=VOCAB**LENGTH)
+            yield np.bincount(numbers_of(outputs), minlength=VOCAB**LENGTH)
 
     for kind, want, got in zip(KINDS, list(counts(plain)), list(counts(STARVED)), strict=True):
         table = np.array([want, got])
